@@ -57,7 +57,7 @@ def as_json(view: ClusterView) -> str:
 
 def _job(job: JobView) -> str:
     notes = [f", {job.waiting} waiting to join"] if job.waiting else []
-    notes += [f", {job.absent} not back since the rendezvous was started again"] if job.absent else []
+    notes += [f", {job.absent} without a connection to the rendezvous"] if job.absent else []
     head = f"job {job.job}: {job.state}, epoch {job.epoch}, {job.headcount}{''.join(notes)}{_routing(job.workers)}"
     parts = [head, *([job.first_lost] if job.first_lost else []), *([_workers(job.workers)] if job.workers else [])]
     return "\n".join(parts)

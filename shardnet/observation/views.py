@@ -115,7 +115,7 @@ class JobView:
     min_world_size: int
     max_world_size: int
     workers: tuple[WorkerView, ...] = ()
-    absent: int = 0  # members that have not come back since the rendezvous was started again
+    absent: int = 0  # members that have no connection to the rendezvous now, and may come back
     first_lost: str = ""  # which member was lost first, in the last epoch that lost one, and why
 
     @property

@@ -83,5 +83,5 @@ class JobStatus:
     min_world_size: int
     max_world_size: int
     members: tuple[Member, ...]  # the live ones by rank; empty unless RUNNING
-    absent: int = 0  # how many of the members have not come back since the rendezvous was started again
+    absent: int = 0  # how many of the members have no connection now, and may come back
     first_lost: str = ""  # which member was lost first, in the last epoch that lost one, and why

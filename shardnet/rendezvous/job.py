@@ -1,7 +1,7 @@
 """`Job`: the membership of one job, as a pure state machine. No I/O, no clock: time comes in as an argument."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -229,6 +229,16 @@ class Job:
         """Whether the live worker of that incarnation sends this, to judge by its certificate and address."""
         live = self._live.get(request.incarnation)
         return live is not None and _is_same(live, request)
+
+    def hangs_on(self, incarnation: str, absent: Container[str]) -> bool:
+        """Whether no worker of the epoch would be there without this member, not even one that waits for the next epoch. `absent`: members
+        that are not there."""
+        return incarnation in self._members and not self._former_ranks and all(m == incarnation or m in absent for m in self._members)
+
+    def has_place_of(self, incarnation: str, request: JoinRequest) -> bool:
+        """Whether the live worker of that incarnation has the place on its machine that another one asks for."""
+        live = self._live[incarnation]
+        return (live.node, live.worker) == (request.node, request.worker)
 
     def identity(self, incarnation: str) -> str:
         """The identity that a live worker's certificate has proved."""

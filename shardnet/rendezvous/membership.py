@@ -1,4 +1,10 @@
-"""`Registry`: all jobs of one rendezvous, as a pure state machine. No I/O, no clock: time comes in as an argument."""
+"""`Registry`: all jobs of one rendezvous, as a pure state machine. No I/O, no clock: time comes in as an argument.
+
+[Note: who may come back] A connection that breaks says little: the worker may have died, but it may also be the rendezvous that was frozen,
+cut off or started again, while the job trains on. As long as another member is connected it does not matter: the others are told, and find
+out. But when none is left, workers that are new would begin the job a second time, beside the first one. So then the last member counts as
+absent: it is still a member, and new workers wait. If one of the members comes back within the time that it has, it finds its job.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +17,7 @@ from shardnet.rendezvous.store import NoStore, Store
 
 LEFT = "it left"
 VANISHED = "its connection to the rendezvous broke"
-ABSENT = "it has not come back since the rendezvous was started again"
+ABSENT = "it has not come back to the rendezvous"
 MISSED = "the others go on without it"
 
 
@@ -55,17 +61,18 @@ class Registry:
         self._job_of: dict[str, Job] = {}  # of every live member
         self._forgotten_epoch = 0  # the highest epoch of all dropped jobs: epochs grow even for a job id that returns
         self._store = store or NoStore()
-        self._absent: dict[str, float] = {}  # members from before the last start that have not come back, and until when they may
+        self._absent: dict[str, float] = {}  # members without a connection, and until when they may come back
 
     def join(self, request: JoinRequest, now: float) -> list[Notice]:
         """Take a worker into its job. Raises JoinRefused, saying what is wrong and what to do, and changes nothing then."""
         self._check_new(request)
+        notices = self._give_up_replaced(request)
         job = self._jobs.get(request.job)
         if job is None:
             self._make_room()
             job = Job(request.job, self._forgotten_epoch, self._settle_s, self._first_world_size)
         try:
-            notices = job.join(request, now)
+            notices += job.join(request, now)
         except JoinRefused as refusal:
             raise self._for_now(job, refusal) from None
         self._jobs[request.job] = self._job_of[request.incarnation] = job
@@ -126,6 +133,11 @@ class Registry:
         """Whether the training of some job has ended with goodbyes, and no job has a worker left."""
         return not self._job_of and any(job.is_done for job in self._jobs.values())
 
+    @property
+    def incomplete(self) -> set[str]:
+        """The jobs that wait for members to come back."""
+        return {self._job_of[incarnation].name for incarnation in self._absent}
+
     def leave(self, job: str, incarnation: str) -> list[Notice]:
         """A member says goodbye. Nothing happens if it is not a member: leaving twice is the same as leaving once."""
         home = self._job_of.get(incarnation)
@@ -137,8 +149,17 @@ class Registry:
         home = self._job_of.get(incarnation)
         return self._remove(incarnation, why, left=False, follows=follows) if home is not None and home.name == job else []
 
+    def disconnect(self, incarnation: str, until: float) -> list[Notice]:
+        """A member's connection broke: it has vanished, or may come back until then. See [Note: who may come back]. Nothing happens if it
+        left before."""
+        job = self._job_of.get(incarnation)
+        if job is None or not job.hangs_on(incarnation, self._absent):
+            return self.vanish(incarnation)
+        self._absent[incarnation] = until
+        return []
+
     def vanish(self, incarnation: str) -> list[Notice]:
-        """A member's connection broke. Nothing happens if it left before."""
+        """A member is gone, without a goodbye. Nothing happens if it left before."""
         return self._remove(incarnation, VANISHED, left=False) if incarnation in self._job_of else []
 
     def tick(self, now: float) -> list[Notice]:
@@ -167,10 +188,16 @@ class Registry:
         if not absent or refusal.reason not in (Refusal.FULL, Refusal.RUNNING):
             return refusal
         return JoinRefused(
-            f"job {job.name!r} may still be running: {absent} of its workers have not come back since the rendezvous was started again; "
-            "they are given up within seconds, so try again then",
+            f"job {job.name!r} may still be running: {absent} of its workers have no connection to the rendezvous now; they are given up "
+            "within seconds, so try again then",
             Refusal.ABSENT,
         )
+
+    def _give_up_replaced(self, request: JoinRequest) -> list[Notice]:
+        """Whoever starts a worker in place of another one has seen the end of that."""
+        here = [incarnation for incarnation in self._absent if self._job_of[incarnation].name == request.job] if request.replacement else ()
+        replaced = [incarnation for incarnation in here if self._job_of[incarnation].has_place_of(incarnation, request)]
+        return [notice for incarnation in replaced for notice in self.vanish(incarnation)]
 
     def _absent_from(self, job: Job) -> int:
         return sum(self._job_of[incarnation] is job for incarnation in self._absent)

@@ -47,7 +47,7 @@ class RendezvousServer:
     ) -> None:
         """settle_s  how long a job that has its minimum of workers, but not its maximum, waits for one more
         store     has the jobs from before, and saves all changes; closed with the server. The members of running jobs have `lost_s` from
-                  the start to come back
+                  the start to come back, and so have those of a job whose connections have all broken
         first_world_size  if not 0: with how many workers a job begins, whatever its minimum and maximum are
         reflection  see `Endpoint`
         metrics   host:port that serves statistics as Prometheus' text (`MetricsPort`); empty: nowhere
@@ -58,7 +58,7 @@ class RendezvousServer:
         self._store = store or NoStore()
         registry = Registry(settle_s=settle_s, limits=limits, store=self._store, first_world_size=first_world_size)
         registry.restore(time.monotonic() + timeouts.lost_s)
-        self._service = RendezvousService(registry, on_done=on_done)
+        self._service = RendezvousService(registry, timeouts.lost_s, on_done=on_done)
         self._registry = registry
         self._endpoint = Endpoint(
             listen, limits=Limits(), timeouts=timeouts, snapshot=self._snapshot, security=security, leases=True, reflection=reflection

@@ -37,9 +37,13 @@ Clock = Callable[[], float]
 class RendezvousService:
     """The gRPC face of one registry; lives as long as its server. It runs on one loop, so nothing needs a lock."""
 
-    def __init__(self, registry: Registry, clock: Clock = time.monotonic, on_done: Callable[[], None] | None = None) -> None:
-        """`on_done`: called when the registry is done (`Registry.is_done`), maybe more than once."""
+    def __init__(
+        self, registry: Registry, return_s: float, clock: Clock = time.monotonic, on_done: Callable[[], None] | None = None
+    ) -> None:
+        """`return_s`: how long a job waits for its workers if no connection to any of them is left. `on_done`: called when the registry is
+        done (`Registry.is_done`), maybe more than once."""
         self._registry = registry
+        self._return_s = return_s
         self._on_done = on_done
         self._clock = clock
         self._mailboxes: dict[str, Mailbox] = {}  # by incarnation, of every open Join call
@@ -67,7 +71,10 @@ class RendezvousService:
                 async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock())):
                     await self._changed.wait()
             except TimeoutError:
+                waited = self._registry.incomplete
                 self._deliver(self._registry.tick(self._clock()))
+                for job in waited - self._registry.incomplete:
+                    self._log_end(job)
 
     def close(self) -> None:
         """End all leases. Members are not told that others vanish: it is the rendezvous that goes, not they."""
@@ -97,9 +104,15 @@ class RendezvousService:
             del self._mailboxes[request.incarnation]
             # while closing, the call's end says nothing about the worker: it is the rendezvous that goes
             if not self._closing and self._registry.is_member(request.incarnation):
-                log.info("job %s: %s vanished", request.job, request.address)
-                self._deliver(self._registry.vanish(request.incarnation))
-                self._log_end(request.job)
+                self._deliver(self._registry.disconnect(request.incarnation, self._clock() + self._return_s))
+                if self._registry.is_member(request.incarnation):
+                    log.info(
+                        "job %s: %s vanished, and no other worker is connected; they have %g s to come back",
+                        *(request.job, request.address, self._return_s),
+                    )
+                else:
+                    log.info("job %s: %s vanished", request.job, request.address)
+                    self._log_end(request.job)
         if self._closing:
             await _say_closing(context)
 

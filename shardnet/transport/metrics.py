@@ -81,7 +81,7 @@ _RENDEZVOUS = (
     _Metric("job_wanted_workers", "the maximum number of workers of the job", _by_job(lambda j: j.max_world_size), ("training_job",)),
     _Metric(
         "job_absent_workers",
-        "members that have not come back since the rendezvous was restarted",
+        "members that have no connection to the rendezvous, and may come back",
         _by_job(lambda j: j.absent),
         ("training_job",),
     ),
