@@ -20,7 +20,8 @@ IMPORT_S = 300.0  # enough even for an overloaded machine
 
 class Nursery:
     """Runs a command that serves (see server.py), with nothing imported yet. Any thread may ask, one at a time: a thread that waits for a
-    process that does not end holds up the others.
+    process that does not end holds up the others. A request without an answer, because it took too long or was interrupted, is the last:
+    the process is ended, with those that it has forked, and further requests raise ConnectionError.
 
     environment  of that process, and of those that it forks
     cwd          their working directory; None: this process's
@@ -29,6 +30,7 @@ class Nursery:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asking = threading.Lock()
+        self._given_up = False
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -72,12 +74,19 @@ class Nursery:
                 answer = self._control.recv(64)
             except ConnectionError:
                 answer = b""
+            except BaseException as error:
+                if isinstance(error, TimeoutError) or not isinstance(error, OSError):  # otherwise it could not be sent
+                    self._given_up = True
+                    self._end()  # its answer could still come, and the next request would take it for its own
+                raise
         if not answer:
             raise ConnectionResetError(f"the fork server (pid {self._process.pid}) {self._ending}")
         return int(answer)
 
     @property
     def _ending(self) -> str:
+        if self._given_up:
+            return "was ended, because it had left a request unanswered"
         with suppress(subprocess.TimeoutExpired):  # a process that it has started may hold the other end
             code = self._process.wait(PATIENCE_S)
             if code < 0:
@@ -88,7 +97,7 @@ class Nursery:
     @property
     def ended(self) -> bool:
         """Whether it has ended by itself, or was killed."""
-        return self._process.poll() is not None
+        return self._given_up or self._process.poll() is not None
 
     @property
     def alive(self) -> list[psutil.Process]:
@@ -98,9 +107,12 @@ class Nursery:
     def close(self) -> None:
         """End it and the processes that it has started; the processes that it has forked end with it. A thread that asks it meanwhile gets
         a ConnectionError."""
-        with suppress(ProcessLookupError, PermissionError):  # no process is left
-            os.killpg(self._process.pid, signal.SIGKILL)  # it may be in the middle of an import
-        self._control.shutdown(socket.SHUT_RDWR)  # a daemon that was started in one may have the other end, too
+        self._end()
         with self._asking:
             self._control.close()
         self._process.wait(PATIENCE_S)
+
+    def _end(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # no process is left
+            os.killpg(self._process.pid, signal.SIGKILL)  # it may be in the middle of an import
+        self._control.shutdown(socket.SHUT_RDWR)  # a daemon that was started in one may have the other end, too

@@ -2,10 +2,12 @@
 
 import errno
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +36,8 @@ if forked is not None:
     for descriptor in forked.descriptors:
         os.write(descriptor, repr(texts).encode())
     print("out", file=sys.stdout, flush=True)
+    if number == "for ever":
+        threading.Event().wait()
     os.kill(os.getpid(), 15) if number == "killed" else os._exit(int(number))
 """
 
@@ -77,6 +81,37 @@ def test_a_process_with_threads_is_not_forked() -> None:
     assert ended.returncode == 1
     assert "RuntimeError: cannot fork while other threads run, " in ended.stderr
     assert "; threads: MainThread, of a library" in ended.stderr
+
+
+@pytest.mark.parametrize("reason", [TimeoutError, KeyboardInterrupt])
+def test_a_request_without_an_answer_is_the_last(nursery: Nursery, reason: type[BaseException]) -> None:
+    """The next request would take the late answer for its own: a pid for an exit status. And a late pid would have no owner."""
+    forked = os.pidfd_open(nursery.fork("for ever"))
+    nursery._process.send_signal(signal.SIGSTOP)
+    before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
+    main = threading.main_thread().ident
+    assert main is not None
+    interrupt = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGUSR2))
+    if reason is KeyboardInterrupt:
+        interrupt.start()
+    try:
+        with pytest.raises(reason):
+            nursery._ask("fork", "7", within_s=0.1 if reason is TimeoutError else 45.0)
+    finally:
+        if reason is KeyboardInterrupt:
+            interrupt.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert nursery.ended
+    assert select.select([forked], [], [], 10.0)[0], "it has outlived the process that has forked it"
+    os.close(forked)
+    with pytest.raises(ConnectionError, match=r"the fork server \(pid \d+\) was ended, because it had left a request unanswered"):
+        nursery.fork("3")
+
+
+def test_a_request_that_cannot_be_sent_ends_nothing(nursery: Nursery) -> None:
+    with pytest.raises(OSError, match="Message too long"):
+        nursery.fork("x" * 2**20)
+    assert nursery.wait(nursery.fork("3")) == 3
 
 
 def test_a_process_leads_its_group_as_soon_as_it_is_there(nursery: Nursery) -> None:
