@@ -5,6 +5,7 @@ import concurrent.futures
 import logging
 import warnings
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 from torch.autograd import profiler
@@ -36,13 +37,14 @@ class Pending(Generic[T]):
     your own stream wait for that one.
     """
 
-    __slots__ = ("__weakref__", "_arrival", "_function", "_future", "_retrieved", "op_name")
+    __slots__ = ("__weakref__", "_arrival", "_function", "_future", "_retrieved", "_waiters", "op_name")
 
     def __init__(self, future: "concurrent.futures.Future[T]", op_name: str, arrival: Arrival | None = None) -> None:
         """`arrival` makes the current stream wait for a result on a GPU; it is called after `future` has ended well."""
         self._future: concurrent.futures.Future[Any] = future
         self._arrival = arrival
         self._function: Callable[[Any], T] | None = None  # makes this handle's result from the future's
+        self._waiters: set[asyncio.Future[None]] | None = None  # of the awaits that are under way; made by the first
         self.op_name = op_name
         self._retrieved = False  # last: `__del__` needs the rest
 
@@ -127,21 +129,20 @@ class Pending(Generic[T]):
         self._retrieved = True
         if self._future.done():
             return self._read(self._future.result())
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Future[None] = loop.create_future()
-
-        def arrive() -> None:
-            if not arrived.done():  # the await may have been cancelled
+        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiters = self._waiters
+        if waiters is None:  # in two threads at once, perhaps: then each has a set and a callback of its own
+            waiters = {arrived}
+            self._future.add_done_callback(partial(_wake, waiters))
+            self._waiters = waiters
+        else:
+            waiters.add(arrived)
+            if self._future.done():  # the others may have been woken before this one was among them
                 arrived.set_result(None)
-
-        def wake(_: object) -> None:
-            try:
-                loop.call_soon_threadsafe(arrive)
-            except RuntimeError:  # the awaiting loop was closed: nobody is left to wake
-                return
-
-        self._future.add_done_callback(wake)
-        yield from arrived
+        try:
+            yield from arrived
+        finally:
+            waiters.discard(arrived)  # a cancelled await leaves nothing behind, however often somebody gives up and awaits again
         return self._read(self._future.result())
 
     def _blocked(self, timeout_s: float | None) -> Any:
@@ -175,3 +176,18 @@ class Pending(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<Pending {self.op_name} {'done' if self.done() else 'under way'}>"
+
+
+def _wake(waiters: set[asyncio.Future[None]], _: object) -> None:
+    """Wake all awaits of a handle, on their own loops. More may come and go meanwhile."""
+    while waiters:
+        try:
+            arrived = waiters.pop()
+            arrived.get_loop().call_soon_threadsafe(_arrive, arrived)
+        except (KeyError, RuntimeError):  # the last one has just gone; its loop was closed, so nobody is left to wake
+            continue
+
+
+def _arrive(arrived: asyncio.Future[None]) -> None:
+    if not arrived.done():  # the await may have been cancelled
+        arrived.set_result(None)

@@ -1,5 +1,6 @@
-"""Handles of results on a GPU: only the stream of the thread that takes the result waits for it."""
+"""Handles that the tests finish: who waits for them, also on the streams of a GPU. Those of collectives: tests/contract/test_handles.py."""
 
+import asyncio
 import concurrent.futures
 
 import pytest
@@ -49,6 +50,43 @@ def test_an_error_is_nothing_to_wait_for() -> None:
         pending.wait()
     assert isinstance(pending.exception(), UsageError)
     assert arrival.joined == 0
+
+
+async def test_awaits_that_are_given_up_leave_nothing_behind() -> None:
+    """As of a program that looks at other things now and then while it waits for a long receive."""
+    future = concurrent.futures.Future[int]()
+    pending = Pending(future, "recv")
+
+    async def wait() -> int:
+        return await pending
+
+    patient = asyncio.ensure_future(wait())
+    for _ in range(10):
+        given_up = asyncio.ensure_future(wait())
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait({given_up})
+        assert given_up.cancelled()
+    assert len(future._done_callbacks) == 1  # type: ignore[attr-defined]
+    assert pending._waiters is not None
+    assert len(pending._waiters) == 1
+    future.set_result(3)
+    assert await patient == await pending == 3
+    assert not pending._waiters
+
+
+@pytest.mark.parametrize("awaits", [1, 2, 5])
+async def test_an_end_while_awaits_begin_wakes_each(awaits: int) -> None:
+    """On another thread, at any moment."""
+
+    async def wait(pending: Pending[int]) -> int:
+        return await pending
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        for number in range(200):
+            pending = Pending(concurrent.futures.Future[int](), "recv")
+            thread.submit(pending._future.set_result, number)
+            assert await asyncio.gather(*(wait(pending) for _ in range(awaits))) == [number] * awaits
 
 
 async def test_reading_a_result_as_something_else() -> None:
