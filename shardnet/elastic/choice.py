@@ -49,11 +49,12 @@ def choose(offers: Sequence[Offer], sizes: Mapping[str, int]) -> Choice | None:
 
     Raises StateLost if no state is complete, and UsageError if a state is not of these parameters.
     """
+    structure = structure_of(sizes)  # here, and not for each offer: with thousands of parameters it takes milliseconds
     for mark in sorted({offer.mark for offer in offers}, reverse=True):
         holders: dict[str, list[tuple[Span, int]]] = {name: [] for name in sizes}
         having = [offer for offer in offers if offer.mark == mark]
         for offer in having:
-            if offer.structure != structure_of(sizes):
+            if offer.structure != structure:
                 raise UsageError(
                     f"the state of step {mark.step} does not fit the parameters of the program's models: build the same models in every "
                     "epoch, and give State.resume() the same things in the same order"

@@ -1,6 +1,7 @@
 """Which state the survivors go on with, and that they can: for any layout, any deaths and any moment of a commit."""
 
-from collections.abc import Sequence
+from collections import UserDict
+from collections.abc import ItemsView, Sequence
 
 import pytest
 from hypothesis import given
@@ -170,6 +171,24 @@ def test_another_models_state_is_refused() -> None:
     offers = offers_of([0], nodes_of([1]), Mark(1, 2))
     with pytest.raises(UsageError, match="the state of step 2 does not fit the parameters"):
         choose(offers, {**SIZES, "d": 4})
+
+
+def test_the_parameters_are_hashed_once_for_all_ranks() -> None:
+    """With 512 ranks and 4000 parameters, hashing them for each offer took a second."""
+
+    class Sizes(UserDict[str, int]):
+        listed = 0
+
+        def items(self) -> ItemsView[str, int]:
+            self.listed += 1
+            return super().items()
+
+    listed = []
+    for world_size in (2, 20):
+        sizes = Sizes(SIZES)
+        assert choose(offers_of(range(world_size), nodes_of([world_size]), Mark(1, 2)), sizes) is not None
+        listed.append(sizes.listed)
+    assert listed[0] == listed[1]
 
 
 def test_a_rank_takes_its_own_first_and_replicas_take_turns() -> None:
