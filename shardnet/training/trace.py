@@ -18,6 +18,7 @@ from shardnet.backend.gather import gather_json
 from shardnet.errors import ProtocolError
 from shardnet.telemetry import Span, Telemetry, Track
 
+READING_S = 3600.0  # 10 million spans take rank 0 minutes; a dead rank is noticed in any case
 _TRACKS = tuple(Track)
 _LANES_PER_TRACK = 1000  # thread numbers reserved for a track; nobody could read more lanes than that
 
@@ -43,10 +44,19 @@ class RankSpans:
 
 
 async def gather_spans(backend: Backend, name: str) -> list[RankSpans]:
-    """The spans of all ranks. A collective; `name` says where this rank runs, for example its address."""
+    """The spans of all ranks, on rank 0; an empty list on the others, which need no memory for them. A collective; `name` says where this
+    rank runs, for example its address. If rank 0 cannot read them, all ranks raise ProtocolError."""
     mine = RankSpans.of(backend.telemetry, backend.rank, name)
-    gathered = await gather_json(backend, _encode(mine), "spans")
-    return [_decode(value, rank) for rank, value in enumerate(gathered)]
+    ranks, problem = list[RankSpans](), None
+    try:
+        gathered = await gather_json(backend, _encode(mine), "spans", to=0)
+        ranks = [_decode(value, rank) for rank, value in enumerate(gathered)]
+    except ProtocolError as error:
+        problem = str(error)
+    told = await gather_json(backend, problem, "check of the spans", timeout_s=READING_S)
+    if problems := [each for each in told if each is not None]:
+        raise ProtocolError(problems[0])
+    return ranks
 
 
 def write_trace(path: Path, ranks: Sequence[RankSpans]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import shardnet
 from shardnet.backend.gather import gather_json
 from shardnet.backend.loopback import LoopbackBackend
-from shardnet.errors import ProtocolError
+from shardnet.errors import PeerLost, ProtocolError
 from shardnet.telemetry import Span, Telemetry, Track
 from shardnet.training.trace import RankSpans, chrome_trace, gather_spans, lanes, write_trace
 
@@ -102,31 +102,52 @@ async def test_one_that_cannot_be_written_ends_no_program(tmp_path: Path, caplog
 
 
 async def test_gathered_spans_are_those_recorded_on_wall_clock_time() -> None:
+    """Only rank 0, which writes the file, has them: those of many ranks need gigabytes."""
     backends = LoopbackBackend.create_group(3)
     try:
         for backend in backends:
             backend.telemetry.tracing = True
             backend.telemetry.epoch_offset_ns = 1_700_000_000_000_000_000 + backend.rank
             backend.telemetry.record("forward «ä»", Track.COMPUTE, 100, 200)
-        for gathered in await gather_all(backends):
-            assert [(rank.rank, rank.name) for rank in gathered] == [(0, "place 0"), (1, "place 1"), (2, "place 2")]
-            for rank in gathered:
-                start = 1_700_000_000_000_000_100 + rank.rank
-                assert rank.spans[0] == Span("forward «ä»", Track.COMPUTE, start, start + 100, 0)
+        gathered, *others = await gather_all(backends)
+        assert others == [[], []]
+        assert [(rank.rank, rank.name) for rank in gathered] == [(0, "place 0"), (1, "place 1"), (2, "place 2")]
+        for rank in gathered:
+            start = 1_700_000_000_000_000_100 + rank.rank
+            assert rank.spans[0] == Span("forward «ä»", Track.COMPUTE, start, start + 100, 0)
     finally:
         for backend in backends:
             await backend.aclose()
 
 
-async def test_spans_that_make_no_sense_are_a_protocol_error_naming_the_rank() -> None:
-    left, right = LoopbackBackend.create_group(2)
-    strange = {"name": "x", "spans": [["f", 99, 0, 1, 0, 0]]}
+async def test_spans_that_make_no_sense_are_a_protocol_error_on_all_ranks_naming_the_rank() -> None:
+    async def tell_nonsense(backend: LoopbackBackend) -> None:
+        assert await gather_json(backend, {"name": "x", "spans": [["f", 99, 0, 1, 0, 0]]}, "spans", to=0) == []
+        await gather_json(backend, None, "check of the spans")
+
+    reader, strange, other = backends = LoopbackBackend.create_group(3)
     try:
-        with pytest.raises(ProtocolError, match="rank 0 sent trace spans"):
-            await asyncio.gather(gather_spans(right, "y"), gather_json(left, strange, "spans"))
+        results = await asyncio.gather(gather_spans(reader, "y"), gather_spans(other, "z"), tell_nonsense(strange), return_exceptions=True)
+        assert results[2] is None
+        for error in results[:2]:
+            assert isinstance(error, ProtocolError)
+            assert "rank 1 sent trace spans that cannot be read" in str(error)
     finally:
-        await left.aclose()
-        await right.aclose()
+        for backend in backends:
+            await backend.aclose()
+
+
+async def test_a_rank_that_dies_ends_the_gathering_on_all_ranks() -> None:
+    reader, other, dying = backends = LoopbackBackend.create_group(3)
+    try:
+        gathering = [asyncio.ensure_future(gather_spans(backend, "x")) for backend in (reader, other)]
+        assert await gather_json(dying, {"name": "x", "spans": []}, "spans", to=0) == []
+        dying.abort("its disk is full")
+        for result in await asyncio.gather(*gathering, return_exceptions=True):
+            assert isinstance(result, PeerLost)
+    finally:
+        for backend in backends:
+            await backend.aclose()
 
 
 def test_steps_can_be_picked() -> None:
