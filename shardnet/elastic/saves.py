@@ -151,19 +151,25 @@ class Saves:
         """The error for a training that is over after this step, if the checkpoint that was begun last failed; ask after `settle`."""
         if self._failure is None:
             return None
+        return EndNotSaved(f"the training is over, at step {step}, but {self._failure}; {await self._last_good()}")
+
+    async def legacy(self) -> str:
+        """What is left of a training that all workers leave, in words; ask after `settle`."""
+        if self._saving is None:
+            return "nothing of it is saved: give elastic.run() a folder for checkpoints, so that a job that is started again can go on"
+        return self.result if self._failure is None else f"{self._failure}; {await self._last_good()}"
+
+    async def _last_good(self) -> str:
+        """After a failure: what there is, and what to do, in words."""
         assert self._saving is not None
         folder, again = self._saving.folder, "see that the folder can be written, then start the job again"
         try:
             steps = await asyncio.to_thread(Folder(folder, self._saving.keep).steps)
         except OSError as error:
-            known = f"{folder} cannot be read either ({error.strerror}): {again}"
-        else:
-            known = (
-                f"the last good one in {folder} is of step {steps[0]}: {again}, which does the steps after it once more"
-                if steps
-                else f"{folder} has no good one: {again}, from the beginning"
-            )
-        return EndNotSaved(f"the training is over, at step {step}, but {self._failure}; {known}")
+            return f"{folder} cannot be read either ({error.strerror}): {again}"
+        if not steps:
+            return f"{folder} has no good one: {again}, from the beginning"
+        return f"the last good one in {folder} is of step {steps[0]}: {again}, which does the steps after it once more"
 
     async def abandon(self) -> None:
         """Give up the checkpoint that is being written, if any: its epoch is over."""

@@ -299,7 +299,9 @@ class State:
         if not leavers:
             return
         if cluster.rank in leavers or (self._departure.wanted and not cluster.elastic):
-            log.warning("rank %d leaves, as it was told, after step %d", cluster.rank, step)
+            others_stay = cluster.elastic and len(leavers) < cluster.world_size
+            left = "the others go on" if others_stay else await self._saves.legacy()
+            log.warning("rank %d leaves, as it was told, after step %d; %s", cluster.rank, step, left)
             await self.abandon()
             await cluster.withdraw()
             await self._departure.leave()

@@ -150,15 +150,15 @@ class Joining:
             log.warning(
                 "the rendezvous at %s does not take this worker yet (%s); trying for %g s", self._address, self._refusal, self._patience_s
             )
-        elif self._waiting is not None and self._waiting.is_full:
-            log.warning("job %r has all of its %s workers; this one waits for a place", self._request.job, self._request.wish)
         elif self._waiting is None:
             log.warning("no rendezvous answers at %s yet; trying for %g s", self._address, self._patience_s)
-        elif self._waiting.is_running and self._request.last_epoch:
+        elif self._waiting.is_running and self._request.last_epoch:  # those of that epoch have the first places in the next one
             log.warning(
                 "job %r: waiting up to %g s for others that are still in epoch %d",
                 *(self._request.job, self._timeouts.join_s, self._request.last_epoch),
             )
+        elif self._waiting.is_full:
+            log.warning("job %r has all of its %s workers; this one waits for a place", self._request.job, self._request.wish)
         elif self._waiting.is_running:
             log.warning(
                 "job %r is running at %s; waiting up to %g s until it takes this worker in, after a step",
@@ -182,7 +182,7 @@ class Joining:
             return self._refusal
         if waiting is None:
             return self._unavailable(f"no answer within the join timeout of {self._timeouts.join_s:g} s")
-        if waiting.is_full:
+        if waiting.is_full and not (waiting.is_running and self._request.last_epoch):
             return JoinTimeout(
                 f"job {self._request.job!r} at {self._address} has all of its {self._request.wish} workers, and no place became free "
                 f"within {self._timeouts.join_s:g} s"

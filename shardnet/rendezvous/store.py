@@ -97,6 +97,8 @@ class SqliteStore:
         except OSError as error:
             raise UsageError(f"{cannot}: {error.strerror}; choose another file") from error
         except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):  # the rest is detail
+                raise UsageError(f"{cannot}: {error}; see that there is room on its disk, or choose another file") from error
             raise UsageError(
                 f"{cannot}: {error}; another rendezvous may be using the file, or it is damaged or of another kind; choose another file"
             ) from error
@@ -112,9 +114,10 @@ class SqliteStore:
             )
         if version == 0 and self._connection.execute("SELECT name FROM sqlite_schema").fetchone() is not None:
             raise UsageError(f"{self._path} is a database of another program; choose another file")
-        for statement in _SCHEMA.split(";"):
-            self._connection.execute(statement)
-        self._connection.execute(f"PRAGMA user_version = {VERSION}")
+        if version == 0:  # otherwise there is nothing to write, for which the disk may have no room
+            for statement in _SCHEMA.split(";"):
+                self._connection.execute(statement)
+            self._connection.execute(f"PRAGMA user_version = {VERSION}")
         self._connection.execute("COMMIT")
         # A change costs no wait for the disk, but all changes survive the end of the process, and of the machine all but the last ones.
         self._connection.execute("PRAGMA journal_mode = WAL")

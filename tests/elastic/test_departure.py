@@ -191,18 +191,34 @@ async def test_who_is_to_leave_stays_if_another_one_is_lost_before_all_is_handed
 
 
 @pytest.mark.parametrize("elastic", [True, False])
-async def test_all_leave_and_what_they_had_is_saved(tmp_path: Path, elastic: bool) -> None:
+async def test_all_leave_and_what_they_had_is_saved(tmp_path: Path, elastic: bool, caplog: pytest.LogCaptureFixture) -> None:
     wanted: dict[str, Any] = {"checkpoints": tmp_path, "save_every": RARELY, "elastic": elastic}
     async with crew() as members:
         first = [members.hire(told(0, 1), least=2, most=2, **wanted) for _ in range(2)]
         await members.wait()
     assert [life.left for life in first] == [True, True]
     assert Folder(tmp_path, 2).steps() == [LEFT]
+    assert f"rank 1 leaves, as it was told, after step {LEFT}; step {LEFT} is saved in {tmp_path}" in caplog.text
     async with crew() as members:
         others = [members.hire(trainer(), least=3, most=3, **wanted) for _ in range(3)]
         await members.wait()
     assert {(world, step) for life in others for _, _, world, step in life.epochs} == {(3, LEFT)}
     check(others)
+
+
+async def test_where_nothing_is_saved_of_what_all_leave_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def spoiling(cluster: Cluster, state: State, life: Life) -> object:
+        spoil(tmp_path)
+        return await told(0)(cluster, state, life)
+
+    for train, folder in ((told(0), None), (spoiling, tmp_path)):
+        async with crew() as members:
+            members.hire(train, least=1, most=1, checkpoints=folder, save_every=RARELY)
+            await members.wait()
+    first, second = [line for line in caplog.messages if line.startswith(f"rank 0 leaves, as it was told, after step {LEFT}; ")]
+    assert "; nothing of it is saved: give elastic.run() a folder for checkpoints" in first
+    assert f"; the checkpoint of step {LEFT} cannot be written: rank 0: " in second
+    assert f"{tmp_path} has no good one: see that the folder can be written, then start the job again, from the beginning" in second
 
 
 async def test_a_job_that_is_not_elastic_ends_with_who_leaves_and_says_what_is_saved(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What a rendezvous saves and reads back."""
 
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,30 @@ def test_a_file_belongs_to_one_at_a_time(path: Path) -> None:
     second = SqliteStore(path)
     assert [job.name for job in second.load()] == ["job"]
     second.close()
+
+
+def test_a_full_disk_is_told_as_such_and_keeps_nobody_from_going_on(path: Path, tmp_path: Path) -> None:
+    """Here no file can grow. A state that is there is only read at the start; what cannot be written later is logged."""
+    store = SqliteStore(path)
+    store.save(saved())
+    store.close()
+    program = f"""
+import resource
+from pathlib import Path
+from shardnet.errors import UsageError
+from shardnet.rendezvous.store import SqliteStore
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+store = SqliteStore(Path({str(path)!r}))
+print([job.name for job in store.load()])
+store.close()
+try:
+    SqliteStore(Path({str(tmp_path / "new.db")!r}))
+except UsageError as error:
+    print(error)
+"""
+    lines = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert lines[0] == "['job']"
+    assert "see that there is room on its disk, or choose another file" in lines[1]
 
 
 def test_what_is_no_state_of_a_rendezvous_is_refused(path: Path, tmp_path: Path) -> None:

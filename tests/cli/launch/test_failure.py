@@ -136,6 +136,7 @@ def test_a_line_of_before_does_not_explain_a_kill() -> None:
 def test_who_was_told_to_leave_has_not_failed() -> None:
     left = end("rank 2", 143, 3.0, tail=("rank 2 leaves, as it was told, after step 7",))
     assert announce(left, "the others go on") == "rank 2 left after SIGTERM; the others go on"
+    assert describe(left, 0, stands_above=True) == "rank 2 left after SIGTERM", "the last one of this machine"
     assert describe_losses([left], []) == "1 worker left on the way: rank 2 (exit code 143 after SIGTERM)"
     assert describe_losses([left], [left]).startswith("2 workers left on the way: rank 2")
     assert describe_losses([left], [end("rank 1", 1, 2.0)]) == (
