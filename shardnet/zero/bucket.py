@@ -7,12 +7,14 @@ the piece in place. Then the pieces of all ranks are gathered into the same memo
 
 import concurrent.futures
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
 from torch import nn
 
 from shardnet.backend import Pending, ReduceOp
+from shardnet.backend.streams import Stream, current_stream, using
 from shardnet.errors import ShardnetError, StateError, UsageError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.gradients import GradientBuffer
@@ -32,6 +34,33 @@ class BucketState(Enum):
         auto()
     )  # stepped; the collective, once its turn has come, writes the rest; nobody else may read or write. Next: COMPLETE, TORN
     TORN = auto()  # a gather failed, and old values are mixed with new ones. Final
+
+
+@dataclass(slots=True, eq=False)
+class _Gather:
+    """One gather of a bucket's parameters, from the step to their arrival."""
+
+    side: Stream  # on which it starts and ends: see [Note: gathers on a GPU]
+    stepping: Stream  # on which the optimizer has stepped
+    arrived: "concurrent.futures.Future[None]" = field(default_factory=concurrent.futures.Future)
+    handle: Pending[Tensor] | None = None  # once it is over
+
+    def end(self, handle: Pending[Tensor]) -> None:
+        """The collective is over, whether it has succeeded or failed."""
+        self.handle = handle
+        with using(self.side):  # this waits for the result: on the loop thread's own stream all that computes there would, too
+            error = handle.exception()
+        if error is None:
+            self.arrived.set_result(None)
+        else:
+            self.arrived.set_exception(error)
+
+    def join(self) -> None:
+        """Have the current stream wait for the parameters, and the one that steps them, since whoever waits first is the only one to."""
+        assert self.handle is not None, "only a gather that has succeeded is joined"
+        self.handle.wait()
+        with using(self.stepping):
+            self.handle.wait()
 
 
 class Bucket:
@@ -56,7 +85,7 @@ class Bucket:
         self.state = BucketState.COMPLETE
         self._names = tuple(name for name, _ in named)
         self._comms = comms
-        self._gathered: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._gather: _Gather | None = None  # if not COMPLETE
         self._pending = Pending.done_with(None, "all_gather")
         self._flat = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])  # [N]
         self._views = layout.views(self._flat)
@@ -65,6 +94,10 @@ class Bucket:
         self._gradients = GradientBuffer(layout, same, self._flat.device, gauge=meter.full_gradients, pool=pool)
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
+
+    @property
+    def device(self) -> torch.device:
+        return self._flat.device
 
     def slices(self, rank: int | None = None) -> dict[Tensor, ParameterSlice]:
         """What a rank (by default this one) owns of each parameter, possibly nothing."""
@@ -134,31 +167,32 @@ class Bucket:
 
     # --- parameters
 
-    def stepped(self) -> None:
-        """COMPLETE → GATHERING: this rank's pieces are new; `start_gather` follows."""
+    def stepped(self, side: Stream) -> None:
+        """COMPLETE → GATHERING: this rank's pieces are new; `start_gather` follows, on the stream `side`."""
         assert self.state is BucketState.COMPLETE, self.label
         self.state = BucketState.GATHERING
-        self._gathered = concurrent.futures.Future()
-        self._pending = Pending(self._gathered, f"all_gather of {self.label}")
+        stepping = current_stream(self.device)
+        side.wait_stream(stepping)
+        self._gather = _Gather(side, stepping)
+        self._pending = Pending(self._gather.arrived, f"all_gather of {self.label}", self._gather.join)
 
     def start_gather(self, on_end: Callable[[], None]) -> None:
-        """Send this rank's pieces, receive the others'. `on_end` is called when that has succeeded or failed, on any thread."""
+        """Send this rank's pieces, receive the others'. Any thread. `on_end` is called when that has succeeded or failed, on any thread."""
+        gather = self._gather
+        assert gather is not None, self.label
 
-        def end(pending: Pending[Tensor]) -> None:
-            error = pending.exception()
-            if error is None:
-                self._gathered.set_result(None)
-            else:
-                self._gathered.set_exception(error)
+        def end(handle: Pending[Tensor]) -> None:
+            gather.end(handle)
             on_end()
 
         try:
-            pending = self._comms.gathers.all_gather(self._shard, sizes=self.layout.sizes, out=self._flat, label=self.label)
+            with using(gather.side):
+                handle = self._comms.gathers.all_gather(self._shard, sizes=self.layout.sizes, out=self._flat, label=self.label)
         except ShardnetError as error:
-            self._gathered.set_exception(error)
+            gather.arrived.set_exception(error)
             on_end()
         else:
-            pending.add_done_callback(end)
+            handle.add_done_callback(end)
 
     def finish_gather(self) -> None:
         """GATHERING → COMPLETE: block until every parameter is there. Does nothing if COMPLETE.
@@ -176,7 +210,7 @@ class Bucket:
             except ShardnetError:
                 self.state = BucketState.TORN
                 raise
-            self.state = BucketState.COMPLETE
+            self.state, self._gather = BucketState.COMPLETE, None
 
 
 Owned = tuple[int | None, Bucket]  # a bucket, with the number of the unit that waits for it; None: no unit does

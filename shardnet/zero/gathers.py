@@ -5,6 +5,12 @@ units' parameters arrive before the last units' gathers begin, so the next forwa
 network idles in between. Measured with eight gathers of 16 MiB between two processes (variants in turns in one run,
 medians of 14): with all at once the first had arrived after 15 ms, the fourth after 43 and the last after 53; with two at
 once after 10, 27 and 52; with one after the other after 7, 30 and 60.
+
+[Note: gathers on a GPU] All gathers but the first ones start on the loop thread. Its own stream has not waited for the step,
+if the program trains on a stream of its own, so they would send old values. Started on the program's stream they would
+wait for the forward, which is queued there by then and waits for them: nothing would overlap. So they start on a side
+stream, which waits for the step and for nothing that is queued later. Those who wait for parameters have their own
+stream wait for them, and not the loop thread's.
 """
 
 import os
@@ -16,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardnet.backend.streams import Stream, new_stream
 from shardnet.errors import InheritedError, ShardnetError
 from shardnet.uncompiled import uncompiled
 from shardnet.zero.bucket import Bucket, BucketState, Owned
@@ -32,6 +39,7 @@ class Gathers:
 
     def __init__(self) -> None:
         self._under_way: list[Owned] = []
+        self._sides: dict[torch.device, Stream] = {}  # see [Note: gathers on a GPU]
         self._lock = threading.RLock()  # any thread may read parameters, and has to wait then
         self._pid = os.getpid()
 
@@ -45,8 +53,13 @@ class Gathers:
         with self._lock:
             self._under_way += buckets
             for _, bucket in buckets:
-                bucket.stepped()
+                bucket.stepped(self._side(bucket.device))
         _Turns([bucket for _, bucket in buckets]).advance()
+
+    def _side(self, device: torch.device) -> Stream:
+        if device not in self._sides:
+            self._sides[device] = new_stream(device)
+        return self._sides[device]
 
     def wait(self) -> None:
         """Block until everything is gathered."""

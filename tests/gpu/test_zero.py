@@ -9,6 +9,7 @@ import shardnet
 from shardnet.fsdp import GradScaler, MixedPrecision
 from shardnet.testing import ClusterRunner
 from shardnet.zero import ZeroOptimizer
+from shardnet.zero.gathers import AT_ONCE
 from tests.devices import needs_gpu
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 from tests.fsdp.training import SAMPLES
@@ -16,6 +17,7 @@ from tests.fsdp.training import SAMPLES
 pytestmark = [needs_gpu, pytest.mark.timeout(150)]
 
 STEPS = 4
+A_WHILE = 200_000_000  # cycles of the GPU: about a tenth of a second
 
 
 def train_alone() -> dict[str, torch.Tensor]:
@@ -48,6 +50,29 @@ async def shard_the_optimizer(cluster: shardnet.Cluster) -> float:
 
 def test_the_optimizer_alone_is_sharded(cluster: ClusterRunner) -> None:
     assert max(cluster.run(shard_the_optimizer, 2, processes=True, timeout_s=80)) < 2e-5
+
+
+async def train_on_a_stream_of_its_own(cluster: shardnet.Cluster) -> float:
+    """The same where the GPU steps long after the loop thread has started the gathers, and the next forward follows at once."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    share = SAMPLES // cluster.world_size
+    with torch.cuda.stream(stream):
+        model = make_gpt().cuda()
+        optimizer = ZeroOptimizer(
+            model.parameters(), torch.optim.AdamW, backend=cluster.backend, module=model, units=[Block], bucket_bytes=4096, lr=3e-3
+        )
+        assert len(optimizer._sharded.buckets) > AT_ONCE
+        optimizer._require_inner().register_step_pre_hook(lambda *_: torch.cuda._sleep(A_WHILE))  # type: ignore[no-untyped-call]
+        for batch in token_batches(STEPS, SAMPLES).cuda():
+            loss_of(model, batch[cluster.rank * share :][:share]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        found = [parameter.detach().cpu() for parameter in model.parameters()]
+    return max(float((mine - whole.detach().cpu()).abs().max()) for mine, whole in zip(found, train_alone().values(), strict=True))
+
+
+def test_gathers_follow_the_step_on_a_stream_of_its_own(cluster: ClusterRunner) -> None:
+    assert max(cluster.run(train_on_a_stream_of_its_own, 2, processes=True, timeout_s=80)) < 2e-5
 
 
 async def scale_gradients(cluster: shardnet.Cluster) -> tuple[float, bool, bool]:
