@@ -7,6 +7,7 @@ the piece in place. Then the pieces of all ranks are gathered into the same memo
 
 import concurrent.futures
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from shardnet.backend import Pending, ReduceOp
 from shardnet.backend.streams import Stream, current_stream, using
-from shardnet.errors import ShardnetError, StateError, UsageError
+from shardnet.errors import StateError, UsageError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.gradients import GradientBuffer
 from shardnet.fsdp.memory import MemoryMeter
@@ -48,12 +49,19 @@ class _Gather:
     def end(self, handle: Pending[Tensor]) -> None:
         """The collective is over, whether it has succeeded or failed."""
         self.handle = handle
-        with using(self.side):  # this waits for the result: on the loop thread's own stream all that computes there would, too
-            error = handle.exception()
+        try:
+            with using(self.side):  # this waits for the result: on the loop thread's own stream all that computes there would, too
+                error = handle.exception()
+        except BaseException as failure:  # noqa: BLE001 - a GPU's: whatever it is belongs to those who wait for the parameters
+            error = failure
         if error is None:
             self.arrived.set_result(None)
         else:
             self.arrived.set_exception(error)
+
+    @property
+    def has_failed(self) -> bool:
+        return self.arrived.done() and self.arrived.exception() is not None
 
     def join(self) -> None:
         """Have the current stream wait for the parameters, and the one that steps them, since whoever waits first is the only one to."""
@@ -177,7 +185,10 @@ class Bucket:
         self._pending = Pending(self._gather.arrived, f"all_gather of {self.label}", self._gather.join)
 
     def start_gather(self, on_end: Callable[[], None]) -> None:
-        """Send this rank's pieces, receive the others'. Any thread. `on_end` is called when that has succeeded or failed, on any thread."""
+        """Send this rank's pieces, receive the others'. Any thread. `on_end` is called when that has succeeded or failed, on any thread.
+
+        Raises nothing: on the loop thread an error would only be logged. Whatever it is, `finish_gather` raises it.
+        """
         gather = self._gather
         assert gather is not None, self.label
 
@@ -188,16 +199,22 @@ class Bucket:
         try:
             with using(gather.side):
                 handle = self._comms.gathers.all_gather(self._shard, sizes=self.layout.sizes, out=self._flat, label=self.label)
-        except ShardnetError as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to those who wait for the parameters
             gather.arrived.set_exception(error)
+            self._refuse(error)
             on_end()
         else:
             handle.add_done_callback(end)
 
+    def _refuse(self, error: BaseException) -> None:
+        """Nothing was sent: the other ranks must not wait, nor take the next bucket's gather for this one."""
+        with suppress(Exception):  # the backend is closed, or cannot tell them: then they find out for themselves
+            self._comms.gathers.refuse(error, label=self.label)
+
     def finish_gather(self) -> None:
         """GATHERING → COMPLETE: block until every parameter is there. Does nothing if COMPLETE.
 
-        Raises the collective's error if it failed, and StateError from then on: the parameters are TORN.
+        Raises the error of the gather, which may be torch's, if it failed, and StateError from then on: the parameters are TORN.
         """
         if self.state is BucketState.TORN:
             raise StateError(
@@ -205,10 +222,12 @@ class Bucket:
                 "load a checkpoint into the module and make a new optimizer"
             )
         if self.state is BucketState.GATHERING:
+            assert self._gather is not None, self.label
             try:
                 self._comms.wait(self._pending, f"gather {self.label}")
-            except ShardnetError:
-                self.state = BucketState.TORN
+            except BaseException:
+                if self._gather.has_failed:  # otherwise it was a Ctrl-C, and the gather goes on
+                    self.state = BucketState.TORN
                 raise
             self.state, self._gather = BucketState.COMPLETE, None
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shardnet.backend.streams import Stream, new_stream
-from shardnet.errors import InheritedError, ShardnetError
+from shardnet.errors import InheritedError
 from shardnet.uncompiled import uncompiled
 from shardnet.zero.bucket import Bucket, BucketState, Owned
 
@@ -80,7 +80,7 @@ class Gathers:
                 for unit, bucket in self._under_way:
                     if of(unit):
                         bucket.finish_gather()
-            except ShardnetError:
+            except Exception:
                 self._settle()
                 raise
             finally:
@@ -92,7 +92,7 @@ class Gathers:
         for _, bucket in self._under_way:
             try:
                 bucket.finish_gather()
-            except ShardnetError:
+            except Exception:  # noqa: BLE001 - the first error is raised, and the others would follow from it
                 continue
 
 
@@ -111,10 +111,12 @@ class _Turns:
             if self._advancing:
                 return  # a gather ended at once, within the loop below, which sees that a place is free
             self._advancing = True
-            while self._waiting and self._free:
-                self._free -= 1
-                self._waiting.popleft().start_gather(self._ended)
-            self._advancing = False
+            try:
+                while self._waiting and self._free:
+                    self._free -= 1
+                    self._waiting.popleft().start_gather(self._ended)
+            finally:
+                self._advancing = False
 
     def _ended(self) -> None:
         with self._lock:

@@ -2,19 +2,25 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
 
-from shardnet.backend import Backend
+from shardnet.backend import Backend, Pending
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, PeerLost, StateError
 from shardnet.zero import ZeroOptimizer
+from shardnet.zero.bucket import BucketState
+from shardnet.zero.gathers import AT_ONCE
 from tests.fsdp.ranks import run_ranks
 from tests.zero.alike import WIDTH, Place, make_model
 
 Make = Callable[[Backend], Any]
+BUCKETS = 5  # of the model below with `bucket_bytes=64`
 
 
 def parameters(*shapes: tuple[int, ...], **options: Any) -> list[nn.Parameter]:
@@ -152,5 +158,67 @@ def test_a_peer_that_is_lost_between_stepping_and_gathering(overlapping: bool) -
         if overlapping:
             with pytest.raises(StateError, match="load a checkpoint"):
                 model(torch.ones(1, WIDTH))
+
+    run_ranks(2, work)
+
+
+def step_with(backend: Backend, all_gather: Callable[[int, Callable[[], Pending[Any]]], Pending[Any]]) -> tuple[nn.Module, ZeroOptimizer]:
+    """A step with gathers that rank 0 makes with this function, of their number and what makes one."""
+    model = make_model()
+    optimizer = ZeroOptimizer(model.parameters(), optim.SGD, backend, module=model, units=[nn.Linear], bucket_bytes=64, lr=0.1)
+    assert len(optimizer._sharded.buckets) == BUCKETS > AT_ONCE
+    Place(backend).loss(model, 0).backward()  # type: ignore[no-untyped-call]
+    if backend.rank == 0:
+        gathers, numbers = optimizer._comms.gathers, count()
+        make = gathers.all_gather
+        gathers.all_gather = lambda *args, **options: all_gather(next(numbers), partial(make, *args, **options))  # type: ignore[method-assign]
+    optimizer.step()
+    for _, bucket in optimizer._sharded.buckets:  # none goes on for ever
+        with suppress(RuntimeError):
+            bucket._pending.wait(5)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("number", [0, AT_ONCE, BUCKETS - 1])
+def test_a_gather_that_cannot_be_started_for_a_reason_of_torchs(number: int) -> None:
+    """For example because there is no pinned memory. It starts on the loop thread, where the error would only be logged. The others hear
+    of it at once, and all other parameters are gathered."""
+
+    def all_gather(each: int, make: Callable[[], Pending[Any]]) -> Pending[Any]:
+        if each == number:
+            raise RuntimeError("no pinned memory")
+        return make()
+
+    def work(backend: Backend) -> None:
+        model, optimizer = step_with(backend, all_gather)
+        with pytest.raises(CollectiveError if backend.rank else RuntimeError, match="no pinned memory"):
+            model(torch.ones(1, WIDTH))
+        for _ in range(2):
+            with pytest.raises(StateError, match="a mixture of old and new values, because gathering them failed"):
+                optimizer.wait()
+        states = [bucket.state for _, bucket in optimizer._sharded.buckets]
+        assert states == [BucketState.TORN if each == number else BucketState.COMPLETE for each in range(BUCKETS)]
+
+    run_ranks(2, work)
+
+
+def test_a_gather_whose_result_a_gpu_cannot_wait_for() -> None:
+    """The error comes where the gather ends, on the loop thread."""
+
+    def all_gather(_: int, make: Callable[[], Pending[Any]]) -> Pending[Any]:
+        def arrive() -> None:
+            raise RuntimeError("an illegal memory access")
+
+        pending = make()
+        pending.arrives(arrive)
+        return pending
+
+    def work(backend: Backend) -> None:
+        model, _ = step_with(backend, all_gather)
+        if backend.rank == 0:
+            with pytest.raises(RuntimeError, match="an illegal memory access"):
+                model(torch.ones(1, WIDTH))
+        else:
+            model(torch.ones(1, WIDTH))
 
     run_ranks(2, work)
