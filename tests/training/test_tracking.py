@@ -3,6 +3,8 @@
 import asyncio
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,34 @@ def test_what_cannot_be_written_is_said_once_and_ends_nothing(tmp_path: Path, ca
         f"metrics no longer go to {tmp_path}/file/{NAME}",
         f"metrics no longer go to TensorBoard's events in {tmp_path}/file",
     ]
+
+
+def test_a_full_disk_is_told_in_two_lines(tmp_path: Path) -> None:
+    """And not by a traceback of somebody else's thread. Here no file can have more than 4 KiB."""
+    program = f"""
+import resource
+from pathlib import Path
+from shardnet.training.tracking.record import Record
+from shardnet.training.tracking.tracker import Tracker
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+tracker = Tracker(Path({str(tmp_path)!r}))
+for step in range(200):
+    tracker.take(Record(step, 1000.0, 1, 1, {{"loss": 1.0}}))
+tracker.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == ""
+    said = done.stderr.splitlines()
+    assert len(said) == 2, done.stderr
+    assert all(line.startswith("metrics no longer go to ") and "File too large" in line for line in said)
+
+
+def test_any_number_of_files_is_read_in_the_order_in_which_they_were_made(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path)
+    for epoch in range(120):
+        tracker.take(Record(1, 1000.0, epoch, 1, {"loss": float(epoch)}))
+    tracker.close()
+    assert scalars(tmp_path, "loss") == [(1, 119.0)]
 
 
 async def test_a_cluster_that_somebody_else_has_formed_reports_to_nobody() -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -81,6 +82,8 @@ class Tracker:
             except Exception as error:  # noqa: BLE001 - the user's function, a full disk: no reason to end a training
                 log.error("metrics no longer go to %s: %s: %s", sink, type(error).__name__, error)
                 self._sinks.remove(sink)
+                with suppress(OSError):  # once more the same
+                    sink.close()
 
     def _close_all(self) -> None:
         for sink in self._sinks:
