@@ -231,9 +231,11 @@ class Job:
         return live is not None and _is_same(live, request)
 
     def hangs_on(self, incarnation: str, absent: Container[str]) -> bool:
-        """Whether no worker of the epoch would be there without this member, not even one that waits for the next epoch. `absent`: members
-        that are not there."""
-        return incarnation in self._members and not self._former_ranks and all(m == incarnation or m in absent for m in self._members)
+        """Whether the training goes on, and no worker of the epoch would be there without this member, not even one that waits for the next
+        epoch. `absent`: members that are not there."""
+        if self._ended or self._former_ranks or incarnation not in self._members:
+            return False
+        return all(member == incarnation or member in absent for member in self._members)
 
     def has_place_of(self, incarnation: str, request: JoinRequest) -> bool:
         """Whether the live worker of that incarnation has the place on its machine that another one asks for."""

@@ -14,7 +14,7 @@ from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
 from shardnet.topology import Topology
 
-LEAST, MOST, SETTLE_S = 2, 4, 2.0
+LEAST, MOST, SETTLE_S, RETURN_S = 2, 4, 2.0, 5.0
 
 
 class ElasticHistories(RuleBasedStateMachine):
@@ -29,6 +29,7 @@ class ElasticHistories(RuleBasedStateMachine):
         self.live: dict[str, JoinRequest] = {}
         self.world: dict[str, Topology] = {}  # what each live member was told
         self.gone: dict[str, tuple[JoinRequest, Topology]] = {}  # members of that epoch that have vanished or moved on
+        self.absent: dict[str, float] = {}  # members without a connection that others wait for, and until when
         self.ended = False  # a member has said goodbye
         self.heard: dict[str, tuple[int, int]] = {}  # the last numbers of joiners and spares that each member was told
         self.over = False  # a member of the last epoch has said goodbye
@@ -80,18 +81,47 @@ class ElasticHistories(RuleBasedStateMachine):
     @rule(data=st.data(), left=st.booleans())
     def end(self, data: st.DataObject, left: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.live)))
-        request, world = self.live.pop(name), self.world.pop(name, None)
-        if left and world is not None:
+        if left and name in self.world:
             self.ended = self.over = True
-        if world is not None and not left:
-            self.gone[name] = request, world
-        self.heard.pop(name, None)
+        self._forget(name, left=left)
         self._take(self.registry.leave("job", name) if left else self.registry.vanish(name))
+
+    @precondition(lambda self: self.live.keys() - self.absent.keys())
+    @rule(data=st.data())
+    def lose_connection(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live.keys() - self.absent.keys())))
+        notices = self.registry.disconnect(name, self.now + RETURN_S)
+        if self.registry.is_member(name):
+            assert self.world.keys() - self.absent.keys() == {name}, "others of its epoch are there, and find out that it is gone"
+            assert not self.ended
+            assert notices == []
+            self.absent[name] = self.now + RETURN_S
+            return
+        self._forget(name)
+        self._take(notices)
+
+    @precondition(lambda self: self.absent)
+    @rule(data=st.data())
+    def connect_again(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.absent)))
+        del self.absent[name]
+        self._take(self.registry.resume(replace(self.live[name], resumes=True)))
 
     @rule()
     def time_passes(self) -> None:
         self.now += SETTLE_S
-        self._take(self.registry.tick(self.now))
+        notices = self.registry.tick(self.now)
+        for name in [name for name, until in self.absent.items() if until <= self.now]:
+            self._forget(name)
+        self._take(notices)
+
+    def _forget(self, name: str, *, left: bool = False) -> None:
+        """A live worker is no longer there."""
+        request, world = self.live.pop(name), self.world.pop(name, None)
+        if world is not None and not left:
+            self.gone[name] = request, world
+        self.heard.pop(name, None)
+        self.absent.pop(name, None)
 
     def _join(self, request: JoinRequest, *, instead_of: str = "") -> bool:
         try:
@@ -106,7 +136,7 @@ class ElasticHistories(RuleBasedStateMachine):
             self.ended = False
         if instead_of in self.world:
             self.gone[instead_of] = self.live[instead_of], self.world[instead_of]
-        for known in (self.live, self.world, self.heard):
+        for known in (self.live, self.world, self.heard, self.absent):
             known.pop(instead_of, None)
         self.live[request.incarnation] = request
         self._take(notices)

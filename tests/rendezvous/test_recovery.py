@@ -198,6 +198,17 @@ def test_who_joins_again_does_not_wait_for_the_last_one_that_died() -> None:
     assert assigned(registry.disconnect("w2", 20.0)).keys() == {"w0+", "w1+"}
 
 
+def test_nobody_waits_for_a_worker_that_vanishes_when_the_training_has_ended() -> None:
+    registry = Registry(settle_s=SETTLE)
+    formed(registry, 2)
+    registry.leave("job", "w0")
+    registry.disconnect("w1", 20.0)
+    assert registry.is_done
+    for number in (7, 8):
+        registry.join(elastic(number), 11.0)
+    assert {world.epoch for world in assigned(registry.tick(11.0 + SETTLE)).values()} == {2}, "others may begin it again"
+
+
 @on_shared_loop
 async def test_a_job_of_which_nobody_comes_back_is_lost_and_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "shardnet.rendezvous.service")
