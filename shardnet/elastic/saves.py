@@ -139,7 +139,7 @@ class Saves:
                 if not limit.expired():
                     raise  # it is a CollectiveTimeout
                 if self._is_first:
-                    log.warning("the checkpoint of step %d has not been written within %g s: nobody waits for it", self._step, within_s)
+                    log.warning("the checkpoint of step %d is still being written: those that leave do not wait for it", self._step)
 
     async def saved(self) -> None:
         """Wait until the checkpoint that was begun last, if any, is complete. Raises CheckpointError on all ranks if writing it failed."""

@@ -232,9 +232,9 @@ class State:
         PeerLost, either all survivors go on after this step or none does. Waits for the copies to be exchanged. If checkpoints are wanted,
         one is begun at each multiple of `save_every`, or when a step passes one; it is written in the background, and errors are logged.
 
-        When workers were told to leave (SIGTERM) the step is committed in any case, a checkpoint of it begun, and they leave: their program
-        is cancelled. If others stay, which have the state in memory, nobody waits for that checkpoint longer than 20 s. Workers that
-        wait to join are taken in when no checkpoint is being written.
+        When workers were told to leave (SIGTERM) the step is committed in any case, and saved, and they leave: their program is cancelled.
+        If others stay, which have the state in memory, nobody waits longer than 20 s for that, and an earlier checkpoint that is still
+        being written is finished instead. Workers that wait to join are taken in when no checkpoint is being written.
 
         Cancelling this call gives all ranks 0.25 s to complete it; then the step is committed, and `step` says so. If that is not enough,
         this rank leaves the epoch, and the others go on without it.
@@ -255,10 +255,9 @@ class State:
         waiting, leaving = await unbroken(reaching, f"the commit of step {done}", self._cluster.backend.abort)
         if leaving:
             await self._part(waiting)
-        elif waiting.joiners and waiting.is_saving:
+        if waiting.joiners and waiting.is_saving:
             self._saves.hurry()  # the next epoch has other members, which have no part in it
-            return
-        if waiting.joiners:
+        elif waiting.joiners:
             raise WorldChanges(f"step {done} is committed, and workers wait to join")
 
     async def _reach(self, done: int, values: dict[str, Any], is_due: bool) -> tuple[Waiting, bool]:
@@ -287,6 +286,7 @@ class State:
         # whoever waits gets the state from one that stays; but if no rank leaves, spares have no room
         one_stays = waiting.joiners or (waiting.spares and cluster.world_size > 1)
         leavers: list[int] = []
+        until_s = time.monotonic() + LEAVE_S
         while (found := await self._leavers.agree(step, one_stays=one_stays)) != leavers:
             leavers = found
             if cluster.elastic:
@@ -294,7 +294,10 @@ class State:
             others_stay = cluster.elastic and len(leavers) < cluster.world_size
             if not (others_stay and waiting.is_saving):  # else the checkpoint of an earlier step is done sooner
                 await self.save()
-            await self._saves.settle(LEAVE_S if others_stay else None)  # the leaving ranks write a part of it
+            # the leaving ranks write a part of it
+            await self._saves.settle(max(0.0, until_s - time.monotonic()) if others_stay else None)
+        if not leavers and waiting.is_saving:
+            return  # the joiners come when that is done: they ask again after the next step
         self._brings_copies, self._leavers = cluster.elastic, None  # whoever is told from now on stays until the next epoch is safe
         if not leavers:
             return

@@ -81,6 +81,8 @@ async def _cards(store: Store, number: int, world_size: int, timeout_s: float) -
         if time.monotonic() >= gives_up_s:
             there = [await _ask(store.check, [key]) and await _ask(store.get, key) != _GONE.encode() for key in keys]
             names = ", ".join(str(rank) for rank, is_there in zip(missing, there, strict=True) if not is_there)
+            if not names:
+                continue  # the last ones have come meanwhile
             raise JoinTimeout(f"ranks {names} of {world_size} have not joined within {timeout_s:g} s; check that their processes run")
         await asyncio.sleep(_PAUSE_S)  # the store itself can wait, but such a wait cannot be cancelled
 

@@ -1,7 +1,7 @@
 """`Job`: the membership of one job, as a pure state machine. No I/O, no clock: time comes in as an argument."""
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -76,9 +76,9 @@ class Job:
         self._wish: JoinRequest | None = None  # of the worker that started the forming: its sizes hold for all
         self._last_arrival_s = 0.0
 
-    def join(self, request: JoinRequest, now: float) -> list[Notice]:
-        """Take a worker in, or raise JoinRefused and change nothing."""
-        self._check_duplicate(request, self._previous(request))
+    def join(self, request: JoinRequest, now: float, replaces: Collection[str] = ()) -> list[Notice]:
+        """Take a worker in, or raise JoinRefused and change nothing. `replaces`: members that will be removed, since it has their place."""
+        self._check_duplicate(request, self._previous(request), replaces)
         if self.state is JobState.RUNNING and not (request.elastic and self._elastic):
             raise self._too_late()
         if self._ended and (self.state is JobState.RUNNING or request.replacement or request.last_epoch):
@@ -110,6 +110,8 @@ class Job:
         request = self._live.pop(incarnation)
         self._former_ranks.pop(incarnation, None)
         member = self._members.pop(incarnation, None)
+        if not self._waits_for_the_stuck:
+            self._stuck_since_s = None
         notices: list[Notice] = []
         if member is not None and not left:
             self._gone[incarnation] = (request, member)
@@ -141,7 +143,18 @@ class Job:
         self._losses.pop(request.incarnation, None)
         self._live[request.incarnation], self._members[request.incarnation] = found
         self.state = JobState.RUNNING
+        if not self._waits_for_the_stuck:
+            self._stuck_since_s = None
         return True
+
+    def assigned(self, incarnation: str) -> list[Notice]:
+        """Once more the notices for a member that asks for its place because it has not heard of it. Empty if its epoch is not whole any
+        more."""
+        members = sorted((*self._members.values(), *(member for _, member in self._gone.values())), key=lambda member: member.rank)
+        if [member.rank for member in members] != list(range(len(members))):
+            return []
+        topology = Topology(self.epoch, self._members[incarnation].rank, tuple(members))
+        return [Notice(incarnation, Assigned(topology)), *self.greet(incarnation)]
 
     def greet(self, incarnation: str) -> list[Notice]:
         """The notices for a member that is back, and for the others."""
@@ -309,6 +322,7 @@ class Job:
         self._former_ranks.clear()
         self._gone.clear()
         self._missed.clear()
+        self._stuck_since_s = None
         members = place(by_wish(chosen))
         self._members = {m.incarnation: m for m in members}
         assigned = [Notice(m.incarnation, Assigned(Topology(self.epoch, m.rank, members))) for m in members]
@@ -331,9 +345,9 @@ class Job:
         joiners = Joiners(min(room, waiting), max(0, waiting - room))
         return [Notice(incarnation, joiners) for incarnation in self._members]
 
-    def _check_duplicate(self, request: JoinRequest, previous: JoinRequest | None) -> None:
-        """Raise JoinRefused if this worker and a live one, other than `previous`, cannot both be there."""
-        others = [other for other in self._live.values() if other is not previous]
+    def _check_duplicate(self, request: JoinRequest, previous: JoinRequest | None, replaces: Collection[str] = ()) -> None:
+        """Raise JoinRefused if this worker and a live one, other than `previous` and what it `replaces`, cannot both be there."""
+        others = [other for name, other in self._live.items() if other is not previous and name not in replaces]
         same = next((r for r in others if r.identity and r.worker == request.worker), None)
         if same is not None:
             raise JoinRefused(

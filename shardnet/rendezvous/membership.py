@@ -65,22 +65,34 @@ class Registry:
 
     def join(self, request: JoinRequest, now: float) -> list[Notice]:
         """Take a worker into its job. Raises JoinRefused, saying what is wrong and what to do, and changes nothing then."""
+        if self._asks_again(request):
+            return self._job_of[request.incarnation].assigned(request.incarnation)
         self._check_new(request)
-        notices = self._give_up_replaced(request)
+        replaced = self._replaced_by(request)
         job = self._jobs.get(request.job)
         if job is None:
             self._make_room()
             job = Job(request.job, self._forgotten_epoch, self._settle_s, self._first_world_size)
         try:
-            notices += job.join(request, now)
+            notices = job.join(request, now, replaced)
         except JoinRefused as refusal:
             raise self._for_now(job, refusal) from None
         self._jobs[request.job] = self._job_of[request.incarnation] = job
         if self._job_of.get(request.previous) is job and not job.has(request.previous):
             del self._job_of[request.previous]  # the new membership has replaced the previous one
             self._absent.pop(request.previous, None)
+        for incarnation in replaced:  # after the new one, which belongs to the epoch that may begin by this
+            notices += self.vanish(incarnation)
         self._save(job)
         return notices
+
+    def _asks_again(self, request: JoinRequest) -> bool:
+        """Whether a worker that was given a place lost its connection before it heard of that. If so, it is connected again."""
+        job = self._job_of.get(request.incarnation)
+        if job is None or request.incarnation not in self._absent or not job.is_of(request) or not job.assigned(request.incarnation):
+            return False
+        del self._absent[request.incarnation]
+        return True
 
     def restore(self, until: float) -> None:
         """Go on with the jobs in the store. Members count as live until the time `until`, and then vanish unless they have resumed."""
@@ -133,11 +145,6 @@ class Registry:
         """Whether the training of some job has ended with goodbyes, and no job has a worker left."""
         return not self._job_of and any(job.is_done for job in self._jobs.values())
 
-    @property
-    def incomplete(self) -> set[str]:
-        """The jobs that wait for members to come back."""
-        return {self._job_of[incarnation].name for incarnation in self._absent}
-
     def leave(self, job: str, incarnation: str) -> list[Notice]:
         """A member says goodbye. Nothing happens if it is not a member: leaving twice is the same as leaving once."""
         home = self._job_of.get(incarnation)
@@ -164,14 +171,17 @@ class Registry:
 
     def tick(self, now: float) -> list[Notice]:
         """Form the worlds whose time has come, and remove members that have not come back, or that hold up all others."""
-        late = {incarnation: ABSENT for incarnation, until in self._absent.items() if until <= now}
-        late |= {incarnation: MISSED for job in self._jobs.values() for incarnation in job.overdue(now)}
-        notices = [notice for incarnation, why in late.items() for notice in self._remove(incarnation, why, left=False)]
+        notices = [notice for incarnation, why in self.late(now).items() for notice in self._remove(incarnation, why, left=False)]
         for job in self._jobs.values():
             if formed := job.tick(now):
                 self._save(job)
                 notices += formed
         return notices
+
+    def late(self, now: float) -> dict[str, str]:
+        """The members that `tick` would remove, and why."""
+        absent = {incarnation: ABSENT for incarnation, until in self._absent.items() if until <= now}
+        return absent | {incarnation: MISSED for job in self._jobs.values() for incarnation in job.overdue(now)}
 
     def deadline(self) -> float | None:
         """The time when `tick` must be called next, if nothing changes before."""
@@ -185,7 +195,7 @@ class Registry:
     def _for_now(self, job: Job, refusal: JoinRefused) -> JoinRefused:
         """The same refusal, or another one if the job may have a place as soon as absent members are given up."""
         absent = self._absent_from(job)
-        if not absent or refusal.reason not in (Refusal.FULL, Refusal.RUNNING):
+        if not absent or refusal.reason not in (Refusal.FULL, Refusal.RUNNING, Refusal.DUPLICATE_WORKER, Refusal.DUPLICATE_ADDRESS):
             return refusal
         return JoinRefused(
             f"job {job.name!r} may still be running: {absent} of its workers have no connection to the rendezvous now; they are given up "
@@ -193,11 +203,12 @@ class Registry:
             Refusal.ABSENT,
         )
 
-    def _give_up_replaced(self, request: JoinRequest) -> list[Notice]:
-        """Whoever starts a worker in place of another one has seen the end of that."""
-        here = [incarnation for incarnation in self._absent if self._job_of[incarnation].name == request.job] if request.replacement else ()
-        replaced = [incarnation for incarnation in here if self._job_of[incarnation].has_place_of(incarnation, request)]
-        return [notice for incarnation in replaced for notice in self.vanish(incarnation)]
+    def _replaced_by(self, request: JoinRequest) -> list[str]:
+        """The absent members in whose place a worker was started: whoever did so has seen their end. Only its first request says that."""
+        if not request.replacement or request.last_epoch:
+            return []
+        here = [incarnation for incarnation in self._absent if self._job_of[incarnation].name == request.job]
+        return [incarnation for incarnation in here if self._job_of[incarnation].has_place_of(incarnation, request)]
 
     def _absent_from(self, job: Job) -> int:
         return sum(self._job_of[incarnation] is job for incarnation in self._absent)

@@ -71,9 +71,14 @@ class RendezvousService:
                 async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock())):
                     await self._changed.wait()
             except TimeoutError:
-                waited = self._registry.incomplete
-                self._deliver(self._registry.tick(self._clock()))
-                for job in waited - self._registry.incomplete:
+                now = self._clock()
+                jobs = set[str]()
+                for incarnation, why in self._registry.late(now).items():
+                    job = self._registry.job_of(incarnation) or ""
+                    log.info("job %s: %s is gone: %s", job, self._registry.address(job, incarnation), why)
+                    jobs.add(job)
+                self._deliver(self._registry.tick(now))
+                for job in jobs:
                     self._log_end(job)
 
     def close(self) -> None:

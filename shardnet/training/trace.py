@@ -51,8 +51,8 @@ async def gather_spans(backend: Backend, name: str) -> list[RankSpans]:
     try:
         gathered = await gather_json(backend, _encode(mine), "spans", to=0)
         ranks = [_decode(value, rank) for rank, value in enumerate(gathered)]
-    except ProtocolError as error:
-        problem = str(error)
+    except (ProtocolError, MemoryError) as error:
+        problem = str(error) or repr(error)
     told = await gather_json(backend, problem, "check of the spans", timeout_s=READING_S)
     if problems := [each for each in told if each is not None]:
         raise ProtocolError(problems[0])

@@ -187,7 +187,7 @@ class Bucket:
     def start_gather(self, on_end: Callable[[], None]) -> None:
         """Send this rank's pieces, receive the others'. Any thread. `on_end` is called when that has succeeded or failed, on any thread.
 
-        Raises nothing: on the loop thread an error would only be logged. Whatever it is, `finish_gather` raises it.
+        Raises nothing but a Ctrl-C: on the loop thread an error would only be logged. Whatever it is, `finish_gather` raises it.
         """
         gather = self._gather
         assert gather is not None, self.label
@@ -199,10 +199,14 @@ class Bucket:
         try:
             with using(gather.side):
                 handle = self._comms.gathers.all_gather(self._shard, sizes=self.layout.sizes, out=self._flat, label=self.label)
-        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to those who wait for the parameters
-            gather.arrived.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is belongs to those who wait for the parameters
             self._refuse(error)
+            gather.arrived.set_exception(error)
             on_end()
+        except BaseException as interrupt:  # it may have come after the collective had its number: that takes care of itself
+            gather.arrived.set_exception(interrupt)
+            on_end()
+            raise
         else:
             handle.add_done_callback(end)
 

@@ -6,6 +6,7 @@ import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,6 +189,66 @@ def test_a_worker_that_was_started_in_place_of_one_knows_that_it_is_gone() -> No
     after = replace(one, incarnation="w0+", address="10.0.0.1:7100", replacement=True)
     assert {world.epoch for world in assigned(registry.join(after, 11.0)).values()} == {2}
     assert not registry.is_member("w0")
+
+
+def test_workers_that_were_started_in_place_of_others_begin_together() -> None:
+    registry = Registry(settle_s=SETTLE)
+    workers = [replace(elastic(number, most=3), local_rank_hint=number) for number in range(3)]
+    for each in workers:
+        registry.join(each, 0.0)
+    cut_off(registry, 3)
+    notices = [
+        registry.join(replace(each, incarnation=f"{each.incarnation}+", address=f"10.0.0.1:71{number}", replacement=True), 11.0)
+        for number, each in enumerate(workers)
+    ]
+    assert [assigned(each).keys() for each in notices] == [set(), set(), {"w0+", "w1+", "w2+"}]
+
+
+def test_a_worker_that_once_was_started_in_place_of_one_does_not_replace_itself() -> None:
+    """When it joins for the next epoch, all others have done so, and its own membership is absent."""
+    registry = Registry(settle_s=SETTLE)
+    workers = formed(registry, 3)
+    cut_off(registry, 3)
+    for number in (0, 1):
+        assert not assigned(registry.join(again(workers[number]), 11.0))
+    assert assigned(registry.join(replace(again(workers[2]), replacement=True), 11.0)).keys() == {"w0+", "w1+", "w2+"}
+
+
+def test_who_was_started_in_place_of_one_and_is_refused_changes_nothing() -> None:
+    registry = Registry(settle_s=SETTLE)
+    (one,) = formed(registry, 1, least=1)
+    cut_off(registry, 1)
+    waiting = elastic(7, least=1)
+    registry.join(waiting, 11.0)
+    with pytest.raises(JoinRefused, match="asks for 1 to 9"):
+        registry.join(replace(one, incarnation="w0+", address="10.0.0.1:7100", max_world_size=9, replacement=True), 11.0)
+    assert registry.is_member("w0")
+    assert assigned(registry.tick(20.0)).keys() == {"w7"}
+
+
+def test_who_was_given_a_place_but_has_not_heard_of_it_hears_again() -> None:
+    registry = Registry(settle_s=SETTLE)
+    workers = formed(registry, 2)
+    (told,) = registry.status()
+    cut_off(registry, 2)
+    worlds = assigned(registry.join(workers[1], 11.0))
+    assert {name: (world.epoch, world.rank, len(world.members)) for name, world in worlds.items()} == {"w1": (1, 1, 2)}
+    registry.resume(workers[0])
+    assert registry.status() == (told,)
+    with pytest.raises(JoinRefused) as refused:
+        registry.join(workers[1], 11.0)
+    assert refused.value.reason == Refusal.DUPLICATE_INCARNATION, "it is connected"
+
+
+@pytest.mark.parametrize("same", [{"local_rank_hint": 1}, {"address": "10.0.0.1:7001"}], ids=["worker", "address"])
+def test_a_job_that_is_started_again_by_hand_waits_until_the_one_before_is_given_up(same: dict[str, Any]) -> None:
+    registry = Registry(settle_s=SETTLE)
+    for number in range(2):
+        registry.join(replace(worker(number, hint=number), identity="one machine"), 0.0)
+    cut_off(registry, 2)
+    with pytest.raises(JoinRefused) as refused:
+        registry.join(replace(worker(7, hint=7), identity="one machine", **same), 11.0)
+    assert refused.value.reason == Refusal.ABSENT
 
 
 def test_who_joins_again_does_not_wait_for_the_last_one_that_died() -> None:

@@ -107,6 +107,19 @@ def test_newcomers_do_not_lengthen_the_time_that_a_stuck_member_has(registry: Re
     assert assigned(registry.tick(10.0 + MISSED_S)).keys() == {"w0+", "w1+", "w7"}
 
 
+def test_a_member_that_is_missed_in_a_later_epoch_has_its_time_too(registry: Registry) -> None:
+    """Whether those of the epoch before waited for one."""
+    workers = formed(registry, 3)
+    for number in (0, 1):
+        registry.join(replace(again(workers[number]), missing=(2,)), 10.0)
+    registry.fail("job", "w2", "it was told to leave")
+    later = replace(again(again(workers[0]), epoch=2), missing=(1,))
+    assert not assigned(registry.join(later, 500.0))
+    assert registry.deadline() == 500.0 + MISSED_S
+    assert not assigned(registry.tick(500.0))
+    assert registry.is_member("w1+")
+
+
 def test_a_member_that_is_missed_has_its_time_also_when_the_last_of_the_others_dies(registry: Registry) -> None:
     """It may be as slow as that one was."""
     workers = formed(registry, 3)
