@@ -244,6 +244,8 @@ def test_workers_leave_and_another_one_dies(nursery: Nursery) -> None:
         for _ in range(4):
             learners.enrol()
         learners.resumed(4)
+        while not learners.committed:
+            learners.let_pass(time.monotonic() + 0.1)
         for _ in range(KILLS):
             stays, *others = learners.learners
             rng.shuffle(others)
