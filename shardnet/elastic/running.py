@@ -137,10 +137,10 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State, departure: De
         await state.abandon()
         state.end_epoch(str(why))
         ended, epoch = cluster.backend, cluster.topology.epoch
-        gone = {*(why.leaving if isinstance(why, WorldChanges) else why.missing if isinstance(why, CollectiveTimeout) else ())}
+        missing = _missing(why) - {cluster.rank}
         try:
             with departure.delayed(REFORM_S, LAST_WAIT_S) if state.has_copies else contextlib.nullcontext():  # others may need the copies
-                await cluster.reform(agreed=isinstance(why, WorldChanges), missing=gone - {cluster.rank})
+                await cluster.reform(agreed=isinstance(why, WorldChanges), missing=missing)
         except JoinRefused as refusal:
             if refusal.reason != Refusal.ENDED or not result:
                 raise
@@ -175,6 +175,16 @@ def _collect_models() -> None:
                 time.sleep(0.001)  # a collection is under way in another thread, so that ours has done nothing
         finally:
             gc.callbacks.remove(count)
+
+
+def _missing(why: Exception) -> set[int]:
+    """The ranks for which nobody need wait: those that a collective has waited for in vain, or that leave."""
+    match why:
+        case CollectiveTimeout():
+            return {*why.missing}
+        case WorldChanges():
+            return {*why.leaving}
+    return set()
 
 
 def _reason(error: BaseException, state: State) -> CollectiveError | WorldChanges | None:

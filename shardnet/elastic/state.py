@@ -261,7 +261,7 @@ class State:
             raise WorldChanges(f"step {done} is committed, and workers wait to join")
 
     async def _reach(self, done: int, values: dict[str, Any], is_due: bool) -> tuple[Waiting, bool]:
-        """Commit a step, and begin its checkpoint if that is due. Returns whether workers wait to join, and whether some leave."""
+        """Commit a step, and begin its checkpoint if that is due and nobody waits to join. Returns what waits, and whether ranks leave."""
         before, self.values = self.values, {**self.values, **values}
         waiting = Waiting()
         try:
@@ -285,7 +285,7 @@ class State:
         assert self._copying is not None
         # whoever waits gets the state from one that stays; but if no rank leaves, spares have no room
         one_stays = waiting.joiners or (waiting.spares and cluster.world_size > 1)
-        leavers: list[int] = []
+        leavers, others_stay = list[int](), False
         until_s = time.monotonic() + LEAVE_S
         while (found := await self._leavers.agree(step, one_stays=one_stays)) != leavers:
             leavers = found
@@ -302,9 +302,8 @@ class State:
         if not leavers:
             return
         if cluster.rank in leavers or (self._departure.wanted and not cluster.elastic):
-            others_stay = cluster.elastic and len(leavers) < cluster.world_size
-            left = "the others go on" if others_stay else await self._saves.legacy()
-            log.warning("rank %d leaves, as it was told, after step %d; %s", cluster.rank, step, left)
+            outcome = "the others go on" if others_stay else await self._saves.legacy()
+            log.warning("rank %d leaves, as it was told, after step %d; %s", cluster.rank, step, outcome)
             await self.abandon()
             await cluster.withdraw()
             await self._departure.leave()

@@ -110,8 +110,7 @@ class Job:
         request = self._live.pop(incarnation)
         self._former_ranks.pop(incarnation, None)
         member = self._members.pop(incarnation, None)
-        if not self._waits_for_the_stuck:
-            self._stuck_since_s = None
+        self._watch_the_stuck()
         notices: list[Notice] = []
         if member is not None and not left:
             self._gone[incarnation] = (request, member)
@@ -143,8 +142,7 @@ class Job:
         self._losses.pop(request.incarnation, None)
         self._live[request.incarnation], self._members[request.incarnation] = found
         self.state = JobState.RUNNING
-        if not self._waits_for_the_stuck:
-            self._stuck_since_s = None
+        self._watch_the_stuck()
         return True
 
     def assigned(self, incarnation: str) -> list[Notice]:
@@ -268,7 +266,8 @@ class Job:
         self._watch_the_stuck(now)
         return list(self._members) if self._stuck_since_s is not None and now >= self._stuck_since_s + MISSED_S else []
 
-    def _watch_the_stuck(self, now: float) -> None:
+    def _watch_the_stuck(self, now: float | None = None) -> None:
+        """Note since when the others wait for nobody else; if the time is not known, `overdue` notes it, which is then due at once."""
         if not self._waits_for_the_stuck:
             self._stuck_since_s = None
         elif self._stuck_since_s is None:

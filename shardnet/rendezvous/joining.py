@@ -100,8 +100,8 @@ class Joining:
 
     def _may_pass(self, refusal: JoinRefused, tries: int) -> bool:
         """Whether the refusal is about something that is gone already, but that the rendezvous takes for alive until its keepalive fails:
-        this worker's own last lease, or the worker that it replaces in an elastic job. Or about members that have no
-        connection now, and are soon given up."""
+        this worker's own last lease, or the worker that it replaces in an elastic job. Or about members that have no connection now: they
+        are soon given up."""
         if refusal.reason == Refusal.DUPLICATE_INCARNATION:
             return tries > 1
         if refusal.reason == Refusal.ABSENT:

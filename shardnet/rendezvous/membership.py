@@ -65,8 +65,8 @@ class Registry:
 
     def join(self, request: JoinRequest, now: float) -> list[Notice]:
         """Take a worker into its job. Raises JoinRefused, saying what is wrong and what to do, and changes nothing then."""
-        if self._asks_again(request):
-            return self._job_of[request.incarnation].assigned(request.incarnation)
+        if again := self._assign_again(request):
+            return again
         self._check_new(request)
         replaced = self._replaced_by(request)
         job = self._jobs.get(request.job)
@@ -86,13 +86,14 @@ class Registry:
         self._save(job)
         return notices
 
-    def _asks_again(self, request: JoinRequest) -> bool:
-        """Whether a worker that was given a place lost its connection before it heard of that. If so, it is connected again."""
+    def _assign_again(self, request: JoinRequest) -> list[Notice]:
+        """Tell a worker its place that was given one and lost its connection before it heard of that. Empty for any other worker."""
         job = self._job_of.get(request.incarnation)
-        if job is None or request.incarnation not in self._absent or not job.is_of(request) or not job.assigned(request.incarnation):
-            return False
-        del self._absent[request.incarnation]
-        return True
+        if job is None or request.incarnation not in self._absent or not job.is_of(request):
+            return []
+        if notices := job.assigned(request.incarnation):
+            del self._absent[request.incarnation]
+        return notices
 
     def restore(self, until: float) -> None:
         """Go on with the jobs in the store. Members count as live until the time `until`, and then vanish unless they have resumed."""

@@ -120,8 +120,9 @@ class SqliteStore:
             self._connection.execute(f"PRAGMA user_version = {VERSION}")
         self._connection.execute("COMMIT")
         # A change costs no wait for the disk, but all changes survive the end of the process, and of the machine all but the last ones.
-        self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = NORMAL")
+        (mode,) = self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode == "wal":  # a file system may not have what that needs: then a machine's end could damage the file
+            self._connection.execute("PRAGMA synchronous = NORMAL")
 
     def load(self) -> Sequence[SavedJob]:
         try:

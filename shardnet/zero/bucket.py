@@ -16,7 +16,7 @@ from torch import nn
 
 from shardnet.backend import Pending, ReduceOp
 from shardnet.backend.streams import Stream, current_stream, using
-from shardnet.errors import StateError, UsageError
+from shardnet.errors import CollectiveError, StateError, UsageError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.gradients import GradientBuffer
 from shardnet.fsdp.memory import MemoryMeter
@@ -203,8 +203,8 @@ class Bucket:
             self._refuse(error)
             gather.arrived.set_exception(error)
             on_end()
-        except BaseException as interrupt:  # it may have come after the collective had its number: that takes care of itself
-            gather.arrived.set_exception(interrupt)
+        except BaseException as interrupt:  # a collective that has its number has told the others; this is for those who wait here
+            gather.arrived.set_exception(CollectiveError(f"the gather of {self.label} was interrupted ({type(interrupt).__name__})"))
             on_end()
             raise
         else:

@@ -110,13 +110,16 @@ class _Turns:
         with self._lock:
             if self._advancing:
                 return  # a gather ended at once, within the loop below, which sees that a place is free
-            self._advancing = True
-            try:
-                while self._waiting and self._free:
-                    self._free -= 1
+            self._advancing, interrupt = True, None
+            while self._waiting and self._free:
+                self._free -= 1
+                try:
                     self._waiting.popleft().start_gather(self._ended)
-            finally:
-                self._advancing = False
+                except BaseException as error:  # noqa: BLE001 - a Ctrl-C: other ranks take part in the gathers that are left
+                    interrupt = error
+            self._advancing = False
+            if interrupt is not None:
+                raise interrupt
 
     def _ended(self) -> None:
         with self._lock:

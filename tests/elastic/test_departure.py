@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import signal
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +12,14 @@ import pytest
 from shardnet import Cluster, ShardingStrategy
 from shardnet.checkpoint.folder import Folder
 from shardnet.elastic import State
-from shardnet.elastic import state as elastic_state
 from shardnet.elastic.copying import Copying, Waiting
 from shardnet.elastic.generation import Generation, Mark
-from shardnet.elastic.leavers import Leavers
 from shardnet.elastic.saves import Saves
-from shardnet.errors import PeerLost, Preempted
+from shardnet.errors import PeerLost
 from shardnet.training.departure import Departure
 from tests.cli.launched import Launched
-from tests.elastic.crew import Died, Life, Train, crew
-from tests.elastic.test_checkpoints import spoil
-from tests.elastic.trainer import STEPS, check, trainer, until_joined
-
-TOLD = 2  # steps done when the order comes
-LEFT = TOLD + 2  # steps done when it is obeyed
-RARELY = 1000
-
-
-def told(*ranks: int, dies: int | None = None, **strategy: Any) -> Train:
-    """Trainers, some of which are told to leave while one dies before they can. `strategy`, as for `trainer`: in the first epoch."""
-
-    async def train(cluster: Cluster, state: State, life: Life) -> object:
-        rank, is_first = cluster.rank, cluster.topology.epoch == 1
-
-        def event(place: str, step: int) -> None:
-            if place == "begin" and is_first and step == TOLD and rank in ranks:
-                assert life.departure.ask()
-            if place == "begin" and is_first and step == TOLD + 1 and rank == dies:
-                raise Died
-
-        return await trainer(event, **(strategy if is_first else {}))(cluster, state, life)
-
-    return train
+from tests.elastic.crew import Died, Life, crew
+from tests.elastic.trainer import LEFT, STEPS, TOLD, check, told, trainer, until_joined
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -62,8 +37,9 @@ async def test_who_leaves_costs_the_others_no_step(every: int, caplog: pytest.Lo
     assert caplog.text.count(" is gone: it was told to leave\n") == 1
 
 
-async def test_nobody_waits_for_the_goodbye_of_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_waits_for_the_goodbye_of_who_leaves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Its machine may be gone before the goodbye, or it cannot reach the rendezvous, which then waits for its lease."""
+    caplog.set_level(logging.INFO, "shardnet.rendezvous.service")
     withdraw = Cluster.withdraw
     others_go_on = asyncio.Event()
 
@@ -84,6 +60,7 @@ async def test_nobody_waits_for_the_goodbye_of_who_leaves(monkeypatch: pytest.Mo
     stayed = [life for life in lives if not life.left]
     assert [[(world, step) for _, _, world, step in life.epochs] for life in stayed] == [[(3, 0), (2, LEFT)]] * 2
     check(stayed)
+    assert caplog.text.count(" is gone: the others go on without it\n") == 1
 
 
 HYBRID = {"strategy": ShardingStrategy.HYBRID_SHARD, "intra_node_size": 2}  # ranks 0 and 2 of 4 have the same half, 1 and 3 the other
@@ -134,47 +111,6 @@ async def test_what_a_worker_held_that_has_left_is_not_lost_with_another_one(
     assert not any(further), "copies of another epoch take memory"
 
 
-async def test_who_is_killed_while_its_last_checkpoint_is_written_has_handed_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk may be slower than whoever has sent SIGTERM is patient. Rank 2 keeps the copy of what rank 1 held."""
-
-    async def killed(_: float | None = None) -> None:
-        raise Died
-
-    async def train(cluster: Cluster, state: State, life: Life) -> object:
-        if cluster.topology.epoch == 1 and cluster.rank in (1, 2):
-            monkeypatch.setattr(state._saves, "settle", killed)
-        return await told(1, 2)(cluster, state, life)
-
-    async with crew() as members:
-        lives = [members.hire(train, least=1, most=4) for _ in range(4)]
-        await members.wait()
-    stayed = [life for life in lives if not isinstance(life.error, Died)]
-    assert [[(world, step) for _, _, world, step in life.epochs] for life in stayed] == [[(4, 0), (2, LEFT)]] * 2
-    check(stayed)
-
-
-async def test_those_that_stay_do_not_wait_long_for_a_disk(
-    tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They write the checkpoint that was due in the next epoch."""
-
-    async def train(cluster: Cluster, state: State, life: Life) -> object:
-        if cluster.topology.epoch == 2:
-            disk.set()
-        return await told(1)(cluster, state, life)
-
-    monkeypatch.setattr(elastic_state, "LEAVE_S", 0.1)
-    async with crew() as members:
-        lives = [members.hire(train, least=2, most=3, checkpoints=tmp_path, save_every=LEFT) for _ in range(3)]
-        await members.wait()
-    assert [life.left for life in sorted(lives, key=lambda life: life.epochs[0][1])] == [False, True, False]
-    stayed = [life for life in lives if not life.left]
-    assert [[(world, step) for _, _, world, step in life.epochs] for life in stayed] == [[(3, 0), (2, LEFT)]] * 2
-    check(stayed)
-    assert caplog.text.count(f"the checkpoint of step {LEFT} is still being written: those that leave do not wait for it") == 1
-    assert Folder(tmp_path, 2).steps() == [STEPS, LEFT]
-
-
 async def test_who_is_to_leave_stays_if_another_one_is_lost_before_all_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     hand_over = Copying.hand_over
 
@@ -188,91 +124,6 @@ async def test_who_is_to_leave_stays_if_another_one_is_lost_before_all_is_handed
         lives = [members.hire(told(1), least=1, most=3) for _ in range(3)]
         await members.wait()
     check_that_one_stayed_until_it_could_leave(lives, LEFT)
-
-
-@pytest.mark.parametrize("elastic", [True, False])
-async def test_all_leave_and_what_they_had_is_saved(tmp_path: Path, elastic: bool, caplog: pytest.LogCaptureFixture) -> None:
-    wanted: dict[str, Any] = {"checkpoints": tmp_path, "save_every": RARELY, "elastic": elastic}
-    async with crew() as members:
-        first = [members.hire(told(0, 1), least=2, most=2, **wanted) for _ in range(2)]
-        await members.wait()
-    assert [life.left for life in first] == [True, True]
-    assert Folder(tmp_path, 2).steps() == [LEFT]
-    assert f"rank 1 leaves, as it was told, after step {LEFT}; step {LEFT} is saved in {tmp_path}" in caplog.text
-    async with crew() as members:
-        others = [members.hire(trainer(), least=3, most=3, **wanted) for _ in range(3)]
-        await members.wait()
-    assert {(world, step) for life in others for _, _, world, step in life.epochs} == {(3, LEFT)}
-    check(others)
-
-
-async def test_where_nothing_is_saved_of_what_all_leave_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def spoiling(cluster: Cluster, state: State, life: Life) -> object:
-        spoil(tmp_path)
-        return await told(0)(cluster, state, life)
-
-    for train, folder in ((told(0), None), (spoiling, tmp_path)):
-        async with crew() as members:
-            members.hire(train, least=1, most=1, checkpoints=folder, save_every=RARELY)
-            await members.wait()
-    first, second = [line for line in caplog.messages if line.startswith(f"rank 0 leaves, as it was told, after step {LEFT}; ")]
-    assert "; nothing of it is saved: give elastic.run() a folder for checkpoints" in first
-    assert f"; the checkpoint of step {LEFT} cannot be written: rank 0: " in second
-    assert f"{tmp_path} has no good one: see that the folder can be written, then start the job again, from the beginning" in second
-
-
-async def test_a_job_that_is_not_elastic_ends_with_who_leaves_and_says_what_is_saved(tmp_path: Path) -> None:
-    async with crew() as members:
-        lives = [members.hire(told(1), least=2, most=2, elastic=False, checkpoints=tmp_path, save_every=RARELY) for _ in range(2)]
-        await members.wait()
-    stayed, left = sorted(lives, key=lambda life: life.left)
-    assert left.left
-    assert isinstance(stayed.error, Preempted)
-    assert "rank 1 (127.0.0.1:" in str(stayed.error)
-    assert f"was told to leave, and this job is not elastic; step {LEFT} is saved in {tmp_path}; start the job again" in str(stayed.error)
-    assert Folder(tmp_path, 2).steps() == [LEFT]
-
-
-async def test_in_a_job_that_is_not_elastic_who_is_told_too_late_leaves_with_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agree = Leavers.agree
-    first: list[Life] = []
-    times: list[int] = []
-
-    async def late(self: Leavers, step: int, *, one_stays: bool) -> list[int]:
-        leaving = await agree(self, step, one_stays=one_stays)
-        times.append(self._backend.rank)
-        if times.count(0) == 2 and self._backend.rank == 0:  # the last time they ask
-            assert first[0].departure.ask()
-        return leaving
-
-    async def train(cluster: Cluster, state: State, life: Life) -> object:
-        if cluster.rank == 0:
-            first.append(life)
-        return await told(1)(cluster, state, life)
-
-    monkeypatch.setattr(Leavers, "agree", late)
-    async with crew() as members:
-        lives = [members.hire(train, least=2, most=2, elastic=False, checkpoints=tmp_path, save_every=RARELY) for _ in range(2)]
-        await members.wait()
-    assert [(life.left, life.error) for life in lives] == [(True, None)] * 2
-    assert Folder(tmp_path, 2).steps() == [LEFT]
-
-
-async def test_who_cannot_save_leaves_nevertheless(tmp_path: Path) -> None:
-    async def train(cluster: Cluster, state: State, life: Life) -> object:
-        if cluster.rank == 0:
-            spoil(tmp_path)
-        return await told(1)(cluster, state, life)
-
-    async with crew() as members:
-        lives = [members.hire(train, least=2, most=2, elastic=False, checkpoints=tmp_path, save_every=RARELY) for _ in range(2)]
-        await members.wait()
-    stayed, left = sorted(lives, key=lambda life: life.left)
-    assert left.left
-    assert isinstance(stayed.error, Preempted)
-    assert f"the checkpoint of step {LEFT} cannot be written: rank 0: " in str(stayed.error)
 
 
 async def test_who_is_to_leave_stays_until_the_loss_of_another_is_made_good() -> None:
@@ -348,28 +199,11 @@ async def test_who_is_told_between_two_epochs_stays_until_the_loss_is_made_good(
     check_that_one_stayed_until_it_could_leave(lives)
 
 
-async def test_who_is_told_as_another_one_leaves_stays_until_the_next_epoch_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_is_told_as_another_one_leaves_stays_until_the_next_epoch_is_safe(told_late: Callable[[int, int], list[bool]]) -> None:
     """It has not asked in time to leave with that one."""
-    agree = Leavers.agree
-    asked: list[bool] = []
-    keeper: list[Life] = []
-    times: list[int] = []
-
-    async def late(self: Leavers, step: int, *, one_stays: bool) -> list[int]:
-        leaving = await agree(self, step, one_stays=one_stays)
-        times.append(self._backend.rank)
-        if times.count(2) == 2 and not asked:  # the second time they ask whether others were told meanwhile
-            asked.append(keeper[0].departure.ask())
-        return leaving
-
-    async def train(cluster: Cluster, state: State, life: Life) -> object:
-        if cluster.rank == 2:
-            keeper.append(life)
-        return await told(1)(cluster, state, life)
-
-    monkeypatch.setattr(Leavers, "agree", late)
+    asked = told_late(2, 2)
     async with crew() as members:
-        lives = [members.hire(train, least=1, most=3) for _ in range(3)]
+        lives = [members.hire(told(1), least=1, most=3) for _ in range(3)]
         await members.wait()
     assert asked == [True]
     assert [life.left for life in sorted(lives, key=lambda life: life.epochs[0][1])] == [False, True, True]

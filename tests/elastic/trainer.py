@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,8 @@ from shardnet.rendezvous.client import status
 from tests.elastic.crew import Died, Life, Train, alone, batch, loss_of, net, same, whole
 
 STEPS = 8
+TOLD = 2  # steps done when the order comes
+LEFT = TOLD + 2  # steps done when it is obeyed
 Event = Callable[[str, int], None]  # what happens at a place of a step
 
 
@@ -61,6 +64,23 @@ def trainer(
             event("committed", state.step)
             life.states.setdefault(state.step, []).append(await whole(model, optimizer))
         return await model.full_state_dict()
+
+    return train
+
+
+def told(*ranks: int, dies: int | None = None, **strategy: Any) -> Train:
+    """Trainers, some of which are told to leave while one dies before they can. `strategy`, as for `trainer`: in the first epoch."""
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        rank, is_first = cluster.rank, cluster.topology.epoch == 1
+
+        def event(place: str, step: int) -> None:
+            if place == "begin" and is_first and step == TOLD and rank in ranks:
+                assert life.departure.ask()
+            if place == "begin" and is_first and step == TOLD + 1 and rank == dies:
+                raise Died
+
+        return await trainer(event, **(strategy if is_first else {}))(cluster, state, life)
 
     return train
 

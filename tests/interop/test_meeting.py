@@ -72,6 +72,20 @@ async def test_who_does_not_come_is_named() -> None:
         await come(HashStore(), 1, 3, timeout_s=0.1)
 
 
+async def test_who_comes_in_the_last_moment_is_there() -> None:
+    """After it was looked for, and before the error would name it."""
+
+    class Tardy(Counting):
+        def check(self, keys: list[str]) -> bool:
+            if there := self._store.check(keys):
+                return there
+            self._store.set(keys[-1], json.dumps({"address": "10.0.0.1:7000", "node": "here", "incarnation": "w1", "identity": "me"}))
+            return False
+
+    topology = await come(cast("Store", Tardy()), 0, 2, timeout_s=0.0)
+    assert topology.members[1].incarnation == "w1"
+
+
 async def test_who_has_given_up_is_not_looked_for() -> None:
     store = HashStore()
     with pytest.raises(JoinTimeout, match="ranks 1 of 2"):

@@ -1,7 +1,6 @@
 """The next epoch of an elastic job: what workers are told, when it forms, and with which workers."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,44 +9,18 @@ from shardnet.config import Timeouts
 from shardnet.errors import JoinRefused, JoinTimeout, RendezvousUnavailable
 from shardnet.rendezvous import joining
 from shardnet.rendezvous.client import Membership, join
-from shardnet.rendezvous.events import Ended, Event, JobState, Joiners, Lost, Notice, Waiting
-from shardnet.rendezvous.job import MISSED_S
+from shardnet.rendezvous.events import Ended, Event, JobState, Joiners, Lost, Waiting
 from shardnet.rendezvous.lease import Lease
 from shardnet.rendezvous.membership import LEFT, Registry
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
-from tests.rendezvous.builders import assigned, lost, to, worker
+from tests.rendezvous.builders import SETTLE, again, assigned, elastic, formed, joiners, lost, to, worker
 from tests.rendezvous.people import SETTLE_S, Person, rendezvous
-
-SETTLE = 2.0
-
-
-def elastic(number: int, *, least: int = 2, most: int = 4) -> JoinRequest:
-    return replace(worker(number, least=least, most=most), elastic=True)
-
-
-def again(request: JoinRequest, *, epoch: int = 1) -> JoinRequest:
-    """The same worker, joining for the next epoch."""
-    return replace(request, incarnation=f"{request.incarnation}+", previous=request.incarnation, last_epoch=epoch)
-
-
-def joiners(notices: Sequence[Notice]) -> dict[str, int]:
-    return {n.to: n.event.count for n in notices if isinstance(n.event, Joiners)}
 
 
 @pytest.fixture
 def registry() -> Registry:
     return Registry(settle_s=SETTLE)
-
-
-def formed(registry: Registry, count: int, *, least: int = 2, most: int = 4) -> list[JoinRequest]:
-    """The workers of a running epoch, by rank."""
-    requests = [elastic(number, least=least, most=most) for number in range(count)]
-    notices = [notice for request in requests for notice in registry.join(request, 0.0)]
-    if count < most:
-        notices = registry.tick(SETTLE)
-    assert [assigned(notices)[request.incarnation].rank for request in requests] == list(range(count))
-    return requests
 
 
 def test_survivors_form_the_next_epoch_when_the_last_of_them_has_come(registry: Registry) -> None:
@@ -79,110 +52,6 @@ def test_a_member_that_dies_is_not_waited_for(registry: Registry) -> None:
     for number in (0, 2):
         assert not assigned(registry.join(again(workers[number]), 10.0))
     assert set(assigned(registry.vanish("w3"))) == {"w0+", "w2+"}
-
-
-def test_a_stuck_member_that_others_miss_is_given_up_when_nobody_else_is_waited_for(registry: Registry) -> None:
-    workers = formed(registry, 4)
-    registry.join(replace(again(workers[0]), missing=(2,)), 10.0)
-    assert registry.deadline() is None, "others are waited for"
-    registry.join(again(workers[1]), 11.0)  # it has heard of the loss in another way
-    assert not assigned(registry.join(replace(again(workers[3]), missing=(2,)), 12.0))
-    assert registry.deadline() == 12.0 + MISSED_S
-    assert registry.tick(12.0 + MISSED_S - 0.1) == []
-    worlds = assigned(registry.tick(12.0 + MISSED_S))
-    assert {name: (world.epoch, world.rank) for name, world in worlds.items()} == {"w0+": (2, 0), "w1+": (2, 1), "w3+": (2, 2)}
-    assert registry.deadline() is None
-    assert not registry.is_member("w2")
-    assert registry.vanish("w2") == [], "its connection says nothing any more"
-    back = registry.join(again(workers[2]), 20.0)  # as a new worker
-    assert joiners(back) == {"w0+": 1, "w1+": 1, "w3+": 1}
-
-
-def test_newcomers_do_not_lengthen_the_time_that_a_stuck_member_has(registry: Registry) -> None:
-    workers = formed(registry, 3)
-    for number in (0, 1):
-        registry.join(replace(again(workers[number]), missing=(2,)), 10.0)
-    registry.join(elastic(7), 10.0 + MISSED_S - 0.1)
-    assert registry.deadline() == 10.0 + MISSED_S
-    assert assigned(registry.tick(10.0 + MISSED_S)).keys() == {"w0+", "w1+", "w7"}
-
-
-def test_a_member_that_is_missed_in_a_later_epoch_has_its_time_too(registry: Registry) -> None:
-    """Whether those of the epoch before waited for one."""
-    workers = formed(registry, 3)
-    for number in (0, 1):
-        registry.join(replace(again(workers[number]), missing=(2,)), 10.0)
-    registry.fail("job", "w2", "it was told to leave")
-    later = replace(again(again(workers[0]), epoch=2), missing=(1,))
-    assert not assigned(registry.join(later, 500.0))
-    assert registry.deadline() == 500.0 + MISSED_S
-    assert not assigned(registry.tick(500.0))
-    assert registry.is_member("w1+")
-
-
-def test_a_member_that_is_missed_has_its_time_also_when_the_last_of_the_others_dies(registry: Registry) -> None:
-    """It may be as slow as that one was."""
-    workers = formed(registry, 3)
-    registry.join(replace(again(workers[0]), missing=(2,)), 10.0)
-    registry.vanish("w1")
-    deadline = registry.deadline()
-    assert deadline is not None
-    assert deadline <= 30.0, "somebody must look when it was"
-    assert registry.tick(30.0) == []
-    assert registry.deadline() == 30.0 + MISSED_S
-    assert not assigned(registry.tick(30.0 + MISSED_S - 0.1))
-    assert registry.is_member("w2")
-    assert assigned(registry.join(again(workers[2]), 30.0 + MISSED_S - 0.1)).keys() == {"w0+", "w2+"}
-
-
-def test_a_missed_member_that_comes_in_time_stays(registry: Registry) -> None:
-    workers = formed(registry, 3, most=3)
-    registry.join(replace(again(workers[0]), missing=(2,)), 10.0)
-    registry.join(replace(again(workers[1]), missing=(2,)), 10.0)
-    assert len(assigned(registry.join(replace(again(workers[2]), missing=(0, 1)), 10.0 + MISSED_S - 0.1))) == 3
-    assert registry.deadline() is None
-
-
-def test_who_comes_back_from_a_broken_connection_keeps_its_rank_and_may_name_the_stuck(registry: Registry) -> None:
-    workers = formed(registry, 3)
-    registry.vanish("w0")
-    registry.join(again(workers[1]), 10.0)
-    registry.join(replace(again(workers[0]), missing=(2,)), 11.0)
-    worlds = assigned(registry.tick(11.0 + MISSED_S))
-    assert {name: world.rank for name, world in worlds.items()} == {"w0+": 0, "w1+": 1}
-
-
-def test_so_does_who_loses_its_connection_while_it_waits_for_the_others(registry: Registry) -> None:
-    workers = formed(registry, 3)
-    registry.join(again(workers[0]), 10.0)
-    registry.vanish("w0+")
-    registry.join(again(workers[1]), 11.0)
-    registry.join(again(workers[0]), 12.0)
-    worlds = assigned(registry.join(again(workers[2]), 13.0))
-    assert {name: world.rank for name, world in worlds.items()} == {"w0+": 0, "w1+": 1, "w2+": 2}
-
-
-def test_a_stuck_member_whose_connection_breaks_and_comes_back_is_still_stuck(registry: Registry) -> None:
-    workers = formed(registry, 3)
-    registry.vanish("w2")
-    registry.join(replace(again(workers[0]), missing=(2,)), 10.0)
-    registry.resume(workers[2])
-    registry.join(again(workers[1]), 11.0)
-    assert assigned(registry.tick(11.0 + MISSED_S)).keys() == {"w0+", "w1+"}
-
-
-def test_nobody_is_given_up_for_what_was_missed_in_another_epoch(registry: Registry) -> None:
-    workers = formed(registry, 2, most=2)
-    registry.join(replace(again(workers[0], epoch=7), missing=(1,)), 10.0)
-    assert registry.deadline() is None
-
-
-def test_a_stranger_can_make_nobody_be_given_up(registry: Registry) -> None:
-    formed(registry, 2)
-    registry.join(replace(elastic(7), last_epoch=1, missing=(0, 1)), 10.0)
-    registry.vanish("w1")
-    registry.join(replace(elastic(8), previous="w1", last_epoch=1, missing=(0, 1)), 10.0)  # from another address
-    assert registry.deadline() is None
 
 
 def test_with_fewer_than_the_minimum_they_wait_for_others(registry: Registry) -> None:
@@ -445,6 +314,25 @@ async def test_who_waits_for_the_end_of_an_epoch_is_told_so(caplog: pytest.LogCa
         assert said == "job 'job': waiting up to 1 s for others that are still in epoch 1"
         for member in members:
             await member.die()
+
+
+async def test_a_member_of_a_full_job_is_not_told_that_it_waits_for_a_place(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it joins again, also if a spare waits: it has one of the first places."""
+    monkeypatch.setattr("shardnet.rendezvous.joining.PATIENCE_S", 0.2)
+    async with rendezvous(settle_s=SETTLE_S) as server:
+        members = [Person(server.address, elastic(number, least=1, most=2)) for number in range(2)]
+        membership, _ = [await member.joined for member in members]
+        spare = Person(server.address, elastic(2, least=1, most=2))
+        await spare.arrived.wait()
+        caplog.clear()
+        timeouts = replace(Timeouts.for_tests(), join_s=1.0)
+        with pytest.raises(JoinTimeout, match="its workers did not end their epoch within 1 s"):
+            await join(server.address, again(_request(membership)), timeouts=timeouts).__aenter__()
+        assert "job 'job': waiting up to 1 s for others that are still in epoch 1" in caplog.text
+        for person in (*members, spare):
+            await person.die()
 
 
 @pytest.mark.parametrize("limit", ["connect_s", "join_s"])

@@ -9,7 +9,7 @@ import pytest
 
 from shardnet.errors import UsageError
 from shardnet.rendezvous.store import SavedJob, SqliteStore
-from tests.rendezvous.test_reforming import elastic
+from tests.rendezvous.builders import elastic
 
 
 def saved(name: str = "job", *, epoch: int = 3, numbers: tuple[int, ...] = (0, 2)) -> SavedJob:
@@ -40,6 +40,14 @@ def test_what_is_saved_is_there_for_the_next_one(path: Path) -> None:
     assert (member[0], member[1].incarnation, member[1].address) == (0, "w5", "10.0.0.1:7005")
     assert found["job"].gone == ((7, elastic(9)),)
     assert path.stat().st_mode & 0o077 == 0, "others could read it"
+
+
+def test_a_change_does_not_wait_for_the_disk(path: Path) -> None:
+    """Each worker that joins again is one, and the loop waits for it: with 128 workers that took two seconds."""
+    store = SqliteStore(path)
+    ((mode,), (synchronous,)) = (store._connection.execute(f"PRAGMA {name}").fetchone() for name in ("journal_mode", "synchronous"))
+    assert (mode, synchronous) == ("wal", 1)  # NORMAL: only moving the log into the file waits
+    store.close()
 
 
 def test_a_file_belongs_to_one_at_a_time(path: Path) -> None:

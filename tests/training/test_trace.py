@@ -137,6 +137,23 @@ async def test_spans_that_make_no_sense_are_a_protocol_error_on_all_ranks_naming
             await backend.aclose()
 
 
+async def test_spans_that_rank_0_has_no_memory_for_are_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the others would wait for an hour for the end of its reading."""
+
+    def decode(value: object, rank: int) -> RankSpans:
+        raise MemoryError
+
+    monkeypatch.setattr("shardnet.training.trace._decode", decode)
+    backends = LoopbackBackend.create_group(2)
+    try:
+        for error in await asyncio.gather(*(gather_spans(backend, "x") for backend in backends), return_exceptions=True):
+            assert isinstance(error, ProtocolError)
+            assert str(error) == "MemoryError()"
+    finally:
+        for backend in backends:
+            await backend.aclose()
+
+
 async def test_a_rank_that_dies_ends_the_gathering_on_all_ranks() -> None:
     reader, other, dying = backends = LoopbackBackend.create_group(3)
     try:

@@ -202,6 +202,37 @@ def test_a_gather_that_cannot_be_started_for_a_reason_of_torchs(number: int) -> 
     run_ranks(2, work)
 
 
+def test_a_ctrl_c_while_a_gather_starts_is_raised_and_stops_no_other_gather() -> None:
+    """The first one: no other one is under way then whose end would start the rest."""
+
+    def work(backend: Backend) -> None:
+        model, interrupts = make_model(), iter([True])
+        optimizer = ZeroOptimizer(model.parameters(), optim.SGD, backend, module=model, units=[nn.Linear], bucket_bytes=64, lr=0.1)
+        make = optimizer._comms.gathers.all_gather
+
+        def all_gather(*args: Any, **options: Any) -> Pending[Any]:
+            pending = make(*args, **options)
+            if next(interrupts, False):
+                pending.quietly()  # nobody has it
+                raise KeyboardInterrupt
+            return pending
+
+        Place(backend).loss(model, 0).backward()  # type: ignore[no-untyped-call]
+        if backend.rank == 0:
+            optimizer._comms.gathers.all_gather = all_gather  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            with pytest.raises(CollectiveError, match=r"the gather of .* was interrupted \(KeyboardInterrupt\)"):
+                optimizer.wait()
+        else:
+            optimizer.step()
+            optimizer.wait()
+        states = [bucket.state for _, bucket in optimizer._sharded.buckets]
+        assert states[1:] == [BucketState.COMPLETE] * (BUCKETS - 1)
+
+    run_ranks(2, work)
+
+
 def test_a_gather_whose_result_a_gpu_cannot_wait_for() -> None:
     """The error comes where the gather ends, on the loop thread."""
 

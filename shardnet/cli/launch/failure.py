@@ -149,9 +149,9 @@ def describe(failure: Exit, others: int, least: int | None = None, *, stands_abo
     """
     ended = f"; {others} other{'s' if others > 1 else ''} ended with it" if others else ""
     too_few = f"; fewer than {least} workers cannot go on" if least is not None and least > 1 else ""
-    head = f"{failure.label} failed: {failure.cause}{ended}{too_few}"
     if failure.left:
         return f"{failure.label} left after SIGTERM{ended}{too_few}"
+    head = f"{failure.label} failed: {failure.cause}{ended}{too_few}"
     if not failure.tail:
         return f"{head}. It wrote nothing to stderr."
     if stands_above:
