@@ -321,7 +321,6 @@ class Job:
         self._former_ranks.clear()
         self._gone.clear()
         self._missed.clear()
-        self._stuck_since_s = None
         members = place(by_wish(chosen))
         self._members = {m.incarnation: m for m in members}
         assigned = [Notice(m.incarnation, Assigned(Topology(self.epoch, m.rank, members))) for m in members]

@@ -13,7 +13,7 @@ from shardnet.checkpoint.folder import Folder
 from shardnet.elastic import State
 from shardnet.elastic import state as elastic_state
 from shardnet.elastic.saves import Saves
-from shardnet.errors import Preempted
+from shardnet.errors import JoinTimeout, Preempted
 from tests.elastic.crew import Died, Life, crew
 from tests.elastic.test_checkpoints import spoil
 from tests.elastic.trainer import LEFT, STEPS, TOLD, check, told, trainer
@@ -120,6 +120,34 @@ async def test_one_that_is_being_written_is_finished_before_who_waits_is_taken_i
     assert begun > LEFT
     check(newcomer)
     assert saved in Folder(tmp_path, 2).steps()
+
+
+async def test_who_was_told_leaves_though_who_waits_gives_up_while_one_is_written(tmp_path: Path, disk: threading.Event) -> None:
+    """As above, but nobody is left for whom it would have to stay."""
+    newcomer: list[Life] = []
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        async def before(step: int) -> None:
+            if step == TOLD:
+                assert life.departure.ask()
+            if step == TOLD + 1:
+                newcomer.append(members.hire(trainer(), least=1, most=2, join_s=1.0))
+                while not cluster.joiners:  # noqa: ASYNC110 - nobody else is told
+                    await asyncio.sleep(0)
+            if step == LEFT:
+                while cluster.joiners:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                disk.set()
+
+        return await trainer(before=before)(cluster, state, life)
+
+    async with crew() as members:
+        life = members.hire(train, least=1, most=2, checkpoints=tmp_path, save_every=TOLD + 1)
+        await members.wait()
+        await members.wait()  # for the newcomer, too
+    assert isinstance(newcomer[0].error, JoinTimeout)
+    assert life.left
+    assert LEFT <= max(life.states) < STEPS
 
 
 @pytest.mark.parametrize("elastic", [True, False])

@@ -98,6 +98,14 @@ def test_former_members_keep_their_ranks_and_may_name_the_stuck(store: Store, fi
     store.close()
 
 
+def test_who_once_was_started_in_place_of_another_one_ends_no_membership_when_it_joins_again(store: Store) -> None:
+    """Its process still says that it is a replacement; and these workers have no numbers of their own on their machine."""
+    _, after = registries(store)
+    assert not assigned(after.join(replace(again(elastic(0)), replacement=True), 10.0))
+    assert [after.is_member(f"w{number}") for number in range(3)] == [False, True, True]
+    store.close()
+
+
 def test_who_lost_its_connection_before_may_come_back(store: Store) -> None:
     before = Registry(settle_s=SETTLE, store=store)
     workers = formed(before, 3)
