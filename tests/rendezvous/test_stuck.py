@@ -116,3 +116,14 @@ def test_a_stranger_can_make_nobody_be_given_up(registry: Registry) -> None:
     registry.vanish("w1")
     registry.join(replace(elastic(8), previous="w1", last_epoch=1, missing=(0, 1)), 10.0)  # from another address
     assert registry.deadline() is None
+
+
+def test_who_comes_back_meanwhile_is_waited_for_and_the_time_begins_anew_when_it_has_gone(registry: Registry) -> None:
+    workers = formed(registry, 3)
+    registry.join(replace(again(workers[0]), missing=(2,)), 10.0)
+    for gone_s in (11.0, 500.0):
+        registry.vanish("w1")
+        assert not assigned(registry.tick(gone_s))
+        assert registry.deadline() == gone_s + MISSED_S
+        registry.resume(workers[1])
+        assert registry.deadline() is None
